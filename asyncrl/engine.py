@@ -1,0 +1,222 @@
+"""RolloutEngine: rows in, finished groups out.
+
+Usable alone, for data or evaluation (``async for group in engine.rollout(rows, group_size=8)``), and by the trainer, which
+brings its own reservations and versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectSendStream
+
+from asyncrl.errors import ConfigError
+from asyncrl.events import Events, VersionPublished
+from asyncrl.iteration import Consumer, iterate
+from asyncrl.policy import OpenPolicy, Policy
+from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.env import Env, EnvFactory, env_factory
+from asyncrl.rollout.group import GroupPlan, run_group
+from asyncrl.rollout.renderer import Renderer, load_renderer
+from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings, VersionSource
+from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.rules import KVCache, SamplingPolicy, Schedule, require_choice, require_count
+from asyncrl.scheduling.slots import OrderedSlots
+from asyncrl.types import Group, Row
+
+__all__ = ["EngineSession", "RolloutEngine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSession:
+    """An engine that is up. ``clock`` holds the published version; the trainer that drives it moves the clock."""
+
+    policy: OpenPolicy
+    clock: PolicyClock
+    events: Events
+    _context: RolloutContext
+    _factory: EnvFactory
+    _slots: OrderedSlots
+    _seed: int
+    _retries: int
+
+    async def group(
+        self,
+        index: int,
+        row: Row,
+        size: int,
+        *,
+        on_birth: Callable[[int, int], None] | None = None,
+        versions: VersionSource | None = None,
+        prefix: str = "",
+        temperature: float | None = None,
+        events: Events | None = None,
+    ) -> Group:
+        """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
+
+        ``on_birth(index, version)`` is called at each dispatch. ``versions`` pins something else than the newest
+        published version; ``temperature`` replaces the engine's, and ``events`` the run's stream, for evaluations.
+        """
+        settings = self._context.settings
+        if temperature is not None:
+            settings = replace(settings, temperature=temperature)
+        context = replace(
+            self._context,
+            settings=settings,
+            versions=versions or self.clock,
+            on_birth=on_birth or self._context.on_birth,
+            events=events or self.events,
+        )
+        plan = GroupPlan(index=index, row=row, size=size, seed=self._seed, retries=self._retries, prefix=prefix)
+        return await run_group(plan, self._factory, self._slots, context)
+
+
+class RolloutEngine:
+    """Rolls out environments against a policy.
+
+    ``env``: an ``Env`` instance that all trajectories share, or a class or zero-argument factory for one each.
+    ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
+    published version for each request (``kv_cache`` must acknowledge the prefill that this costs).
+    ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
+    ``member_retries``: further attempts of a trajectory whose machinery failed.
+    ``environment_timeout``: seconds for each call into the environment.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        env: Env | Callable[[], Env],
+        budget: Budget | None = None,
+        schedule: Schedule | None = None,
+        sampling_policy: SamplingPolicy = "trajectory",
+        kv_cache: KVCache | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        seed: int = 0,
+        renderer: Literal["chat", "text"] | Renderer = "chat",
+        member_retries: int = 1,
+        environment_timeout: float = 600.0,
+    ) -> None:
+        self.policy = policy
+        self.schedule = schedule or Schedule()
+        self.sampling_policy = sampling_policy
+        self.settings = SamplingSettings(
+            temperature=temperature, top_p=top_p, top_k=top_k, pinned=sampling_policy == "trajectory"
+        )
+        self._factory = env_factory(env)
+        self._budget = budget or Budget()
+        self._seed = seed
+        self._renderer = renderer
+        self._retries = member_retries
+        self._environment_timeout_s = environment_timeout
+        _check_sampling(self.settings)
+        _check_kv_cache(sampling_policy, kv_cache)
+        require_count("engine.member_retries", member_retries, least=0)
+        if not environment_timeout > 0:
+            raise ConfigError.for_value("engine.environment_timeout", environment_timeout, "more than 0 seconds")
+
+    @asynccontextmanager
+    async def opened(self, events: Events | None = None) -> AsyncGenerator[EngineSession, None]:
+        """Bring up the policy with version 0 published."""
+        events = events or Events()
+        async with self.policy.opened() as policy:
+            renderer = self._renderer
+            if isinstance(renderer, str):
+                renderer = await anyio.to_thread.run_sync(load_renderer, policy.learner.model_path, renderer)
+            clock = PolicyClock()
+            started = anyio.current_time()
+            await policy.publisher.stage(clock.published)
+            difference = await policy.publisher.publish(clock.published)
+            now = anyio.current_time()
+            events.emit(
+                VersionPublished(time=now, version=clock.published, seconds=now - started, probe_error=difference)
+            )
+            yield EngineSession(
+                policy=policy,
+                clock=clock,
+                events=events,
+                _context=RolloutContext(
+                    sampler=policy.sampler,
+                    renderer=renderer,
+                    budget=self._budget,
+                    settings=self.settings,
+                    requests=OrderedSlots(self.schedule.sample_requests),
+                    versions=clock,
+                    address=policy.publisher.address,
+                    hold=policy.publisher.hold,
+                    release=policy.publisher.release,
+                    events=events,
+                    environment_timeout_s=self._environment_timeout_s,
+                ),
+                _factory=self._factory,
+                _slots=OrderedSlots(self.schedule.concurrency),
+                _seed=self._seed,
+                _retries=self._retries,
+            )
+
+    def rollout(
+        self, rows: Sequence[Row], *, group_size: int, events: Events | None = None
+    ) -> AsyncGenerator[Group, None]:
+        """Roll out each row once and yield its group when it is finished, in the order of finishing.
+
+        As many groups are in flight as the concurrency has room for. Leaving the loop cancels them.
+        """
+        require_count("group_size", group_size, least=1)
+        width = max(1, self.schedule.concurrency // group_size)
+
+        async def produce(consumer: Consumer[Group]) -> None:
+            # Bounded by the workers: each has at most one finished group that nobody has asked for.
+            finished, groups = anyio.create_memory_object_stream[Group](width)
+            numbered = iter(enumerate(rows))
+            async with self.opened(events) as session, groups, anyio.create_task_group() as tasks:
+                with finished:
+                    for _ in range(width):
+                        tasks.start_soon(_work, session, numbered, group_size, finished.clone())
+                async for group in groups:
+                    await consumer.wanted()
+                    await consumer.give(group)
+
+        return iterate(produce)
+
+
+async def _work(
+    session: EngineSession,
+    numbered: Iterator[tuple[int, Row]],
+    group_size: int,
+    finished: MemoryObjectSendStream[Group],
+) -> None:
+    with finished:
+        for index, row in numbered:
+            await finished.send(await session.group(index, row, group_size))
+
+
+def _check_sampling(settings: SamplingSettings) -> None:
+    if not 0 <= settings.temperature < math.inf:
+        raise ConfigError.for_value("engine.temperature", settings.temperature, "a finite number of at least 0")
+    if not 0 < settings.top_p <= 1:
+        raise ConfigError.for_value("engine.top_p", settings.top_p, "more than 0 and at most 1")
+    if settings.top_k != -1 and settings.top_k < 1:
+        raise ConfigError.for_value("engine.top_k", settings.top_k, "-1 (all tokens) or at least 1")
+
+
+def _check_kv_cache(sampling_policy: SamplingPolicy, kv_cache: KVCache | None) -> None:
+    require_choice("engine.sampling_policy", sampling_policy, SamplingPolicy)
+    if sampling_policy == "trajectory":
+        if kv_cache is not None:
+            raise ConfigError(
+                "engine.kv_cache is set, but sampling_policy='trajectory' never moves a trajectory to other weights: "
+                "leave kv_cache out, or use sampling_policy='segment'"
+            )
+    elif kv_cache is None or not kv_cache.allow_reprefill:
+        raise ConfigError(
+            "sampling_policy='segment' prefills the whole context again when a newer version is published: "
+            "acknowledge it with kv_cache=KVCache(on_limit='refill', allow_reprefill=True)"
+        )

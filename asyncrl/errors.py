@@ -1,0 +1,111 @@
+"""Every error that asyncrl raises, by whose fault it is.
+
+* AsyncRLError
+  * ConfigError: the caller's options; also a ValueError. Raised before anything starts.
+  * EnvironmentFailure: the user's environment or tool
+    * InfrastructureError: raise it from a tool or environment when the machinery failed, not the model
+    * RolloutTimeout: a call ran past its deadline
+  * SamplingError: the sampling servers
+    * RequestRefused: a final answer of the server (4xx), with its text
+    * ServerUnavailable: no server answered within the retry budget
+    * ProtocolError: the server answered something that must not be trained
+  * PublicationError: a version could not be made live
+    * ProbeMismatch: server and learner disagree about the published policy
+  * LearnerError: the training side
+    * NonFiniteError: loss or gradient is NaN or infinite
+  * StalenessError: a promise of asyncrl itself would be broken: a bug, please report it
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AsyncRLError",
+    "ConfigError",
+    "EnvironmentFailure",
+    "InfrastructureError",
+    "LearnerError",
+    "NonFiniteError",
+    "ProbeMismatch",
+    "ProtocolError",
+    "PublicationError",
+    "RequestRefused",
+    "RolloutTimeout",
+    "SamplingError",
+    "ServerUnavailable",
+    "StalenessError",
+]
+
+
+class AsyncRLError(Exception):
+    """Base of everything that asyncrl raises on purpose."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """An option has a value that is not allowed; the message has the key, the value found and what is allowed."""
+
+    @classmethod
+    def for_value(cls, key: str, found: object, allowed: str) -> ConfigError:
+        """``key`` is what the user wrote, ``allowed`` completes the sentence "must be ..."."""
+        return cls(f"{key} is {found!r}, but must be {allowed}")
+
+    @classmethod
+    def for_unknown_key(cls, key: str, known: Iterable[str], *, where: str = "") -> ConfigError:
+        """Name the nearest known key, because most unknown keys are typing mistakes."""
+        choices = sorted(known)
+        near = difflib.get_close_matches(key, choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(choices)}"
+        return cls(f"{where + ': ' if where else ''}unknown key {key!r}{hint}")
+
+
+class EnvironmentFailure(AsyncRLError):
+    """The user's environment or tool failed; the cause is chained."""
+
+
+class InfrastructureError(EnvironmentFailure):
+    """Raise this from a tool or an environment when the machinery failed and the model is not to blame.
+
+    The member fails with this cause and is retried with a fresh environment; it never becomes a reward.
+    """
+
+
+class RolloutTimeout(EnvironmentFailure, TimeoutError):
+    """A tool call, an environment call or a whole trajectory ran past its deadline."""
+
+
+class SamplingError(AsyncRLError):
+    """A sampling server did not give a usable segment."""
+
+
+class RequestRefused(SamplingError):
+    """The server refused the request for good (4xx); retrying would get the same answer."""
+
+
+class ServerUnavailable(SamplingError):
+    """No sampling server answered within the retry budget."""
+
+
+class ProtocolError(SamplingError):
+    """The server's answer breaks the wire contract: missing log-probabilities, wrong lengths, an unknown version."""
+
+
+class PublicationError(AsyncRLError):
+    """A policy version could not be made live on the servers."""
+
+
+class ProbeMismatch(PublicationError):
+    """After a publication, server and learner gave different log-probabilities for the probe prompt."""
+
+
+class LearnerError(AsyncRLError):
+    """The learner could not take a step; its gradients were discarded and no version was made."""
+
+
+class NonFiniteError(LearnerError):
+    """Loss or gradient norm is NaN or infinite."""
+
+
+class StalenessError(AsyncRLError):
+    """A segment older than the bound reached the learner, or a due date became impossible. Never expected."""

@@ -1,0 +1,211 @@
+"""Lifecycle events: the one stream that logs, metrics, the timeline and tests read.
+
+What happened is reported once, as a typed value with the loop time at which it happened. Observers are plain
+functions called at once, in order; they must be quick and must not raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+__all__ = [
+    "BarrierOpened",
+    "BatchTaken",
+    "ChunkTrained",
+    "EvaluationFinished",
+    "Event",
+    "Events",
+    "GroupAdmitted",
+    "GroupBorn",
+    "GroupFinished",
+    "LearnerStepped",
+    "MemberFailed",
+    "MemberFinished",
+    "Notice",
+    "SegmentSampled",
+    "StepFinished",
+    "ToolCalled",
+    "VersionCommitted",
+    "VersionPublished",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something happened at loop time ``time`` (seconds)."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdmitted(Event):
+    """A group got its reservation; it has no age yet."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBorn(Event):
+    """A group's first segment was dispatched under ``version``; it must be trained by version ``due``."""
+
+    group: int
+    version: int
+    due: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSampled(Event):
+    """A sampling request was answered."""
+
+    group: int
+    member: int
+    version: int
+    """Oldest version among its tokens."""
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    queue_seconds: float
+    """From the wish to sample to the dispatch."""
+    seconds: float
+    """From the dispatch to the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCalled(Event):
+    """A turn's environment call (its tools included) ended."""
+
+    group: int
+    member: int
+    seconds: float
+    calls: int
+    errors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFinished(Event):
+    """A trajectory got its reward."""
+
+    group: int
+    member: int
+    reward: float
+    turns: int
+    generated_tokens: int
+    truncated: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFailed(Event):
+    """A trajectory ended without a reward; ``attempt`` counts from 1."""
+
+    group: int
+    member: int
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFinished(Event):
+    """All members of a group ended."""
+
+    group: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierOpened(Event):
+    """Enough groups were ready, but the trainer had to wait ``seconds`` for an older one; ``group`` is that one."""
+
+    seconds: float
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTaken(Event):
+    """The trainer took these groups (or the first chunk of them) to train at ``version``."""
+
+    n: int
+    version: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTrained(Event):
+    """A forward-backward pass ended."""
+
+    n: int
+    sequences: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStepped(Event):
+    """The optimizer step ended."""
+
+    n: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionCommitted(Event):
+    """The learner's parameters are now policy ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPublished(Event):
+    """Every server holds policy ``version``."""
+
+    version: int
+    seconds: float
+    probe_error: float
+    """Largest absolute difference between the server's and the learner's log-probabilities of the probe prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFinished(Event):
+    """An evaluation of policy ``version`` ended."""
+
+    version: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished(Event):
+    """A trainer step ended."""
+
+    n: int
+    model_step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(Event):
+    """Something that a person should know; ``name`` is snake_case, the rest are keys."""
+
+    name: str
+    level: str = "info"
+    keys: Mapping[str, object] = field(default_factory=dict)
+
+
+Observer: TypeAlias = Callable[[Event], None]
+
+
+class Events:
+    """Owns the list of observers and hands each event to all of them."""
+
+    def __init__(self) -> None:
+        self._observers: list[Observer] = []
+
+    def subscribe(self, observer: Observer) -> Callable[[], None]:
+        """Call ``observer`` with each later event; the returned function ends that."""
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
+
+    def emit(self, event: Event) -> None:
+        """Hand ``event`` to every observer, in the order of their subscription."""
+        for observer in tuple(self._observers):
+            observer(event)

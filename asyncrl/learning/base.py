@@ -1,0 +1,109 @@
+"""The seam between the trainer and whatever holds the parameters. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.types import FloatArray, IntArray
+
+__all__ = ["ChunkResult", "Learner", "OptimizerSettings", "TrainingSequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingSequence:
+    """One trajectory as the learner sees it; position i is about token i given the tokens before it."""
+
+    tokens: IntArray
+    """(T,)"""
+    logprobs: FloatArray
+    """(T,) the sampler's log-probabilities; 0 where ``mask`` is False, and never read there."""
+    mask: npt.NDArray[np.bool_]
+    """(T,) True for tokens that are trained. ``mask[0]`` is False: the first token has no condition."""
+    advantage: float
+    weight: float
+    """Factor of each trained token before the global divisor (``normalize``): 1, 1/tokens of the trajectory, .."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkResult:
+    """Sums over the trained tokens of one forward-backward pass."""
+
+    tokens: int
+    """Trained tokens."""
+    sums: Mapping[str, float]
+    """Name -> sum over trained tokens: ``loss`` (weighted), ``ratio``, ``kl``, ``clipped``, ``entropy``, ..
+    The trainer divides ``loss`` by the step's divisor and the others by the step's trained tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Adam's numbers for one step (the schedule is already applied to ``lr``)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float | None
+
+
+class Learner(Protocol):
+    """What holds parameters and takes steps. Real: ``TorchLearner``. Fake: ``asyncrl.testing.ScriptedLearner``.
+
+    Methods are called by one trainer, one at a time. None of them blocks the event loop.
+    """
+
+    @property
+    def model_path(self) -> Path:
+        """Folder with the base model and its tokenizer, as the sampling servers load it."""
+        ...
+
+    @property
+    def lora_rank(self) -> int | None:
+        """Rank of the trained adapter, or None if all weights are trained."""
+        ...
+
+    async def open(self) -> None:
+        """Load the model. Called once, before anything else."""
+        ...
+
+    async def close(self) -> None:
+        """Free the model and end the worker."""
+        ...
+
+    async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
+        """Called with a whole batch before its chunks, for losses that need a proximal forward pass."""
+        ...
+
+    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+        """Add the gradient of ``sum(weight * per-token loss)`` over these sequences (``loss``: see losses.py)."""
+        ...
+
+    async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
+        """Divide the gradient by ``divisor``, clip, step, clear. Returns ``grad_norm``, ``lr``.
+
+        Raises ``NonFiniteError`` before any parameter changes if the gradient norm is not finite.
+        """
+        ...
+
+    async def discard_gradients(self) -> None:
+        """Forget what ``forward_backward`` accumulated."""
+        ...
+
+    async def export(self, directory: Path) -> None:
+        """Write what the servers need for the current parameters into the empty ``directory``.
+
+        LoRA: a PEFT adapter folder (plain scaling). Full: a model folder that SGLang's update from disk reads.
+        """
+        ...
+
+    async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
+        """(T - start,) log-probabilities of ``tokens[start:]`` under the current parameters, logits / temperature."""
+        ...

@@ -1,0 +1,122 @@
+"""The files of a run that other programs read: ``events.jsonl``, ``metrics.jsonl`` and ``run.json``.
+
+Each event is one line ``{"event": "step_finished", ..}``; each trainer step is also one line of metrics. Encoding and
+writing happen in a worker thread. The event loop only hands events over, through a bounded stream: if the disk cannot
+keep up, the events beyond the bound are counted and their number is written, and the run is not slowed down. Reading
+the files back is left to their readers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import orjson
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from asyncrl.events import Event, Events, Notice, StepFinished
+
+__all__ = ["EventFiles", "encode_event", "event_name", "write_events", "write_run_file"]
+
+_PENDING_EVENTS = 65_536
+# About a minute of a run with a thousand requests a second: a disk that is slower than that is not coming back.
+_LIBRARIES = ("asyncrl", "torch", "transformers", "peft", "anyio", "httpx")
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+
+
+def event_name(event: Event) -> str:
+    """The event's type in snake_case, as it stands in logs and files: ``StepFinished`` is ``step_finished``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+
+
+def encode_event(event: Event) -> bytes:
+    """One line of JSON. Numbers that JSON does not have (NaN, infinities) become null, unknown objects their text."""
+    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    return orjson.dumps({"event": event_name(event), **fields}, default=str, option=_OPTIONS)
+
+
+class EventFiles:
+    """Hands events to the writer. ``observe`` is its observer; ``lost`` counts the events beyond the bound."""
+
+    def __init__(self, stream: MemoryObjectSendStream[Event]) -> None:
+        self._stream = stream
+        self.lost = 0
+
+    def observe(self, event: Event) -> None:
+        """Queue ``event`` for writing; never waits."""
+        try:
+            self._stream.send_nowait(event)
+        except (anyio.WouldBlock, anyio.BrokenResourceError):
+            # Broken: the writer failed, and its error is already ending the run.
+            self.lost += 1
+
+
+@asynccontextmanager
+async def write_events(directory: Path, events: Events) -> AsyncGenerator[EventFiles]:
+    """Write all events of the block into ``directory``; on leaving it, whatever the reason, everything is on disk.
+
+    A write that fails ends the block with its ``OSError``, in an exception group.
+    """
+    send, receive = anyio.create_memory_object_stream[Event](_PENDING_EVENTS)
+    files = EventFiles(send)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_write, receive, files, directory)
+        unsubscribe = events.subscribe(files.observe)
+        try:
+            yield files
+        finally:
+            unsubscribe()
+            send.close()
+
+
+async def _write(receive: MemoryObjectReceiveStream[Event], files: EventFiles, directory: Path) -> None:
+    # Shielded: a cancelled run ends by closing the stream, and its last events are the ones that explain it.
+    with anyio.CancelScope(shield=True), receive:
+        async for event in receive:
+            pending = [event]
+            while receive.statistics().current_buffer_used:
+                pending.append(receive.receive_nowait())
+            await anyio.to_thread.run_sync(_append, pending, directory)
+        if files.lost:
+            notice = Notice(time=anyio.current_time(), name="events_lost", level="warning", keys={"count": files.lost})
+            await anyio.to_thread.run_sync(_append, [notice], directory)
+
+
+def _append(pending: Sequence[Event], directory: Path) -> None:
+    with (directory / "events.jsonl").open("ab") as file:
+        file.write(b"".join(map(encode_event, pending)))
+    steps = [event for event in pending if isinstance(event, StepFinished)]
+    if steps:
+        with (directory / "metrics.jsonl").open("ab") as file:
+            file.write(b"".join(map(_encode_metrics, steps)))
+
+
+def _encode_metrics(step: StepFinished) -> bytes:
+    line = {"n": step.n, "model_step": step.model_step, "time": step.time, **step.metrics}
+    return orjson.dumps(line, default=str, option=_OPTIONS)
+
+
+def write_run_file(directory: Path, configuration: Mapping[str, object]) -> None:
+    """Write ``run.json``: the configuration, when the run started and with which versions. Atomic."""
+    content = {
+        "configuration": configuration,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
+    }
+    temporary = directory / f".run.json.{uuid.uuid4().hex}"
+    with temporary.open("wb") as file:
+        file.write(orjson.dumps(content, default=str, option=_OPTIONS | orjson.OPT_INDENT_2))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(directory / "run.json")

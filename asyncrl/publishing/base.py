@@ -1,0 +1,49 @@
+"""The seam that makes a policy version live on the sampling servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Address", "Publisher"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """How a request names a version: adapter name (LoRA only) and prefix-cache namespace."""
+
+    adapter: str | None
+    extra_key: str
+
+
+class Publisher(Protocol):
+    """Makes versions live. Real: ``LoraPublisher``, ``DiskPublisher``. Fake: ``asyncrl.testing.ScriptedPublisher``."""
+
+    @property
+    def pins_versions(self) -> bool:
+        """True if older versions stay available beside the newest, so that a trajectory can keep its own."""
+        ...
+
+    async def stage(self, version: int) -> None:
+        """Export the learner's current parameters as ``version``; the learner may go on once this returns."""
+        ...
+
+    async def publish(self, version: int) -> float:
+        """Make the staged ``version`` live on every server and verify it; versions are published in order.
+
+        Returns the probe's largest log-probability difference. Raises ``PublicationError`` if no server is left,
+        ``ProbeMismatch`` if a server applied something else.
+        """
+        ...
+
+    def address(self, version: int) -> Address:
+        """How to ask for ``version``."""
+        ...
+
+    def hold(self, version: int) -> None:
+        """A trajectory uses ``version`` from now on: keep it loaded."""
+        ...
+
+    def release(self, version: int) -> None:
+        """That trajectory ended. A version without holders that is not the newest may be unloaded."""
+        ...

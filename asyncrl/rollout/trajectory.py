@@ -1,0 +1,219 @@
+"""The trajectory coroutine: reset, sample, reply, .., reward.
+
+It holds nothing that its ``Trajectory`` does not hold. Each pass of the loop looks at the value, awaits one thing, and
+writes the outcome back without an await in between; stopped anywhere, it goes on from the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+
+from asyncrl.errors import ServerUnavailable
+from asyncrl.events import Events, MemberFinished, SegmentSampled, ToolCalled
+from asyncrl.publishing.base import Address
+from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.env import Env, TurnResult, call_user
+from asyncrl.rollout.renderer import Renderer
+from asyncrl.sampling.base import Sampler, SegmentRequest
+from asyncrl.scheduling.slots import OrderedSlots
+from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
+
+__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "run_trajectory"]
+
+_EMPTY_ABORTS = 16
+# An aborted request may come back empty; a server that does nothing else is not one to wait for.
+
+
+class VersionSource(Protocol):
+    """Tells which policy version a new request uses: ``PolicyClock``, or a fixed one in an evaluation."""
+
+    @property
+    def published(self) -> int:
+        """The newest version that every server holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """The sampling distribution, and whether a trajectory keeps its version."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    pinned: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """What every trajectory of a run shares. The functions are the policy's: name, keep and give up a version."""
+
+    sampler: Sampler
+    renderer: Renderer
+    budget: Budget
+    settings: SamplingSettings
+    requests: OrderedSlots
+    versions: VersionSource
+    address: Callable[[int], Address]
+    hold: Callable[[int], None]
+    release: Callable[[int], None]
+    events: Events
+    environment_timeout_s: float = math.inf
+    on_birth: Callable[[int, int], None] = field(default=lambda group, version: None)
+    """Called with (group, version) at each dispatch, before the request leaves."""
+
+
+async def run_trajectory(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    """Take ``traj`` from wherever it is to its reward.
+
+    Whatever the environment or the sampler raises, this raises; ``traj`` then has no reward.
+    """
+    if not traj.spans:
+        await _reset(traj, env, context)
+    while traj.truncated is None:
+        if traj.awaiting_reply:
+            if not await _reply(traj, env, context):
+                break
+            continue
+        wanted = context.budget.next_segment(traj, traj.turn_cap)
+        if isinstance(wanted, TruncationCause):
+            traj.truncated = wanted
+            break
+        await _extend(traj, wanted, context)
+    await _reward(traj, env, context)
+
+
+async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    messages = await call_user(env.reset, traj.row, timeout=context.environment_timeout_s)
+    ids = await context.renderer.prompt(messages, env.tools)
+    traj.messages.extend(messages)
+    traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
+
+
+async def _extend(traj: Trajectory, wanted: int, context: RolloutContext) -> None:
+    """Sample one segment; if it completes the turn, read the message."""
+    segment = await _sample(traj, wanted, context)
+    traj.append_segment(segment)
+    if not len(segment.tokens):
+        if segment.stop is StopReason.STOP:
+            traj.truncated = TruncationCause.EMPTY_SAMPLE
+        traj.empty_aborts += 1
+        if traj.empty_aborts > _EMPTY_ABORTS:
+            raise ServerUnavailable(f"{_EMPTY_ABORTS} requests in a row were aborted without a token")
+        return
+    traj.empty_aborts = 0
+    if context.budget.turn_complete(traj, traj.turn_cap):
+        parsed = context.renderer.parse(traj.turn_ids())
+        traj.messages.append(parsed.message)
+        traj.tool_calls = list(parsed.tool_calls)
+        traj.turns += 1
+        traj.awaiting_reply = True
+
+
+async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Segment:
+    queued = anyio.current_time()
+    await context.requests.acquire((traj.group, traj.member))
+    try:
+        # From here to the request's departure there is no await: the stamp is the version at dispatch.
+        version = context.versions.published if traj.version is None else traj.version
+        context.hold(version)
+        try:
+            if context.settings.pinned and traj.version is None:
+                traj.version = version
+                context.hold(version)
+            context.on_birth(traj.group, version)
+            address = context.address(version)
+            dispatched = anyio.current_time()
+            segment = await context.sampler.sample(
+                SegmentRequest(
+                    trajectory_id=traj.id,
+                    input_ids=traj.tokens(),
+                    max_new_tokens=wanted,
+                    version=version,
+                    temperature=context.settings.temperature,
+                    top_p=context.settings.top_p,
+                    top_k=context.settings.top_k,
+                    stop=context.renderer.stop,
+                    stop_token_ids=context.renderer.stop_token_ids,
+                    seed=(traj.seed + traj.segments * 104_729) % 2**31,
+                    adapter=address.adapter,
+                    extra_key=address.extra_key,
+                )
+            )
+        finally:
+            context.release(version)
+    finally:
+        context.requests.release()
+    context.events.emit(
+        SegmentSampled(
+            time=anyio.current_time(),
+            group=traj.group,
+            member=traj.member,
+            version=min((span.version for span in segment.versions), default=version),
+            prompt_tokens=traj.context_tokens,
+            cached_tokens=segment.cached_tokens,
+            tokens=len(segment.tokens),
+            queue_seconds=dispatched - queued,
+            seconds=anyio.current_time() - dispatched,
+        )
+    )
+    return segment
+
+
+async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
+    """Ask the environment for its answer to the turn; False if the episode is over."""
+    started = anyio.current_time()
+    errors = traj.metrics.get("tool_errors", 0.0)
+    answer = await call_user(env.on_turn, traj, timeout=context.environment_timeout_s)
+    result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
+    context.events.emit(
+        ToolCalled(
+            time=anyio.current_time(),
+            group=traj.group,
+            member=traj.member,
+            seconds=anyio.current_time() - started,
+            calls=len(traj.tool_calls),
+            errors=int(traj.metrics.get("tool_errors", 0.0) - errors),
+        )
+    )
+    if result is None:
+        return False
+    cause = context.budget.after_turn(traj)
+    if cause is not None:
+        traj.truncated = cause
+        return False
+    framing = await context.renderer.continuation(traj.messages, result.messages, traj.turn_ids(), env.tools)
+    traj.messages.extend(result.messages)
+    traj.append(Span(kind=SpanKind.FRAMING, tokens=framing))
+    traj.turn_cap = result.max_turn_tokens
+    traj.turn_tokens = 0
+    traj.awaiting_reply = False
+    return True
+
+
+async def _reward(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    if traj.truncated is None:
+        value = await call_user(env.reward, traj, traj.row, timeout=context.environment_timeout_s)
+    else:
+        value = await call_user(
+            env.on_truncated, traj, traj.row, traj.truncated, timeout=context.environment_timeout_s
+        )
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward of trajectory {traj.id} is {reward}, but must be finite")
+    traj.reward = reward
+    context.events.emit(
+        MemberFinished(
+            time=anyio.current_time(),
+            group=traj.group,
+            member=traj.member,
+            reward=reward,
+            turns=traj.turns,
+            generated_tokens=traj.generated_tokens,
+            truncated=traj.truncated.value if traj.truncated else "",
+        )
+    )

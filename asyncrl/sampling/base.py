@@ -1,0 +1,51 @@
+"""The seam between rollouts and whatever samples: one request, one segment."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncrl.types import IntArray, Segment
+
+__all__ = ["Sampler", "SegmentRequest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentRequest:
+    """One sampling request: exact ids in, at most ``max_new_tokens`` ids out."""
+
+    trajectory_id: str
+    """Sticky routing: requests of one trajectory go to the server that holds its prefix."""
+    input_ids: IntArray
+    """(T,) the whole context."""
+    max_new_tokens: int
+    version: int
+    """The policy version that this request is stamped with at dispatch."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Where the server can honour it."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that is this version, None for the base weights."""
+    extra_key: str = ""
+    """Prefix-cache namespace: KV is reused only within it."""
+
+
+class Sampler(Protocol):
+    """What samples segments. Real: ``SGLang``. Fake: ``asyncrl.testing.ScriptedSampler``."""
+
+    def opened(self) -> AbstractAsyncContextManager[object]:
+        """Connections, from the first request to the last."""
+        ...
+
+    async def sample(self, request: SegmentRequest) -> Segment:
+        """Sample one segment.
+
+        Cancelling it aborts the request on the server. Raises ``SamplingError``: ``RequestRefused`` at once,
+        ``ServerUnavailable`` after its retries, ``ProtocolError`` for an answer that must not be trained.
+        """
+        ...

@@ -1,0 +1,35 @@
+"""The two versions of a run: what the learner has committed, and what the servers have published."""
+
+from __future__ import annotations
+
+from asyncrl.errors import StalenessError
+from asyncrl.scheduling.pulse import Pulse
+
+__all__ = ["PolicyClock"]
+
+
+class PolicyClock:
+    """Owns the committed and the published version. Requests are stamped with ``published`` at dispatch."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.committed = version
+        self.published = version
+        self._changed = Pulse()
+
+    def commit(self) -> int:
+        """An optimizer step was taken: the new committed version."""
+        self.committed += 1
+        return self.committed
+
+    def publish(self, version: int) -> None:
+        """Every server acknowledged ``version``."""
+        if not self.published < version <= self.committed:
+            raise StalenessError(
+                f"published version {version} after {self.published}, with {self.committed} committed"
+            )
+        self.published = version
+        self._changed.notify()
+
+    async def wait_published(self, version: int) -> None:
+        """Wait until ``version`` or a newer one is published."""
+        await self._changed.wait_until(lambda: self.published >= version)

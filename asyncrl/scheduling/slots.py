@@ -1,0 +1,69 @@
+"""A counting semaphore that serves the oldest first.
+
+``Schedule.concurrency`` and ``max_sample_requests`` are two of these. A freed slot goes to the waiter with the smallest
+order, and it is that waiter's from the moment of the release: nobody who asks later can take it in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+import anyio
+
+__all__ = ["OrderedSlots"]
+
+
+class _Waiter:
+    __slots__ = ("cancelled", "granted", "woken")
+
+    def __init__(self) -> None:
+        self.woken = anyio.Event()
+        self.granted = False
+        self.cancelled = False
+
+
+class OrderedSlots:
+    """``limit`` slots. The order of a waiter is (admission order of its group, member)."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_use = 0
+        self._waiters: list[tuple[tuple[int, int], int, _Waiter]] = []
+        self._tickets = count()
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait for a slot."""
+        return sum(not waiter.cancelled for _, _, waiter in self._waiters)
+
+    def acquire_nowait(self) -> bool:
+        """Take a slot if one is free. Free slots and waiters never exist together, so this jumps no queue."""
+        if self.in_use < self.limit:
+            self.in_use += 1
+            return True
+        return False
+
+    async def acquire(self, order: tuple[int, int]) -> None:
+        """Take a slot, waiting behind every smaller ``order``. Cancelling it leaves the queue, or returns the slot."""
+        if self.acquire_nowait():
+            return
+        waiter = _Waiter()
+        heapq.heappush(self._waiters, (order, next(self._tickets), waiter))
+        try:
+            await waiter.woken.wait()
+        except BaseException:
+            if waiter.granted:
+                self.release()
+            waiter.cancelled = True
+            raise
+
+    def release(self) -> None:
+        """Give a slot back: to the oldest waiter, else to the free ones."""
+        while self._waiters:
+            _, _, waiter = heapq.heappop(self._waiters)
+            if not waiter.cancelled:
+                waiter.granted = True
+                waiter.woken.set()
+                return
+        self.in_use -= 1

@@ -1,0 +1,231 @@
+"""Scripted stand-ins for everything slow: sampler, learner, publisher and renderer, for tests on the virtual clock.
+
+Durations and tokens are functions that the test passes in; what happened is kept in public lists. The real engine,
+schedule and trainer run on top of them unchanged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+from asyncrl.errors import NonFiniteError, StalenessError
+from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
+from asyncrl.policy import Policy
+from asyncrl.publishing.base import Address
+from asyncrl.rollout.renderer import ParsedTurn
+from asyncrl.rollout.tools import Tool
+from asyncrl.sampling.base import SegmentRequest
+from asyncrl.types import FloatArray, IntArray, Message, Segment, StopReason, VersionSpan
+
+__all__ = [
+    "END",
+    "ByteRenderer",
+    "ScriptedLearner",
+    "ScriptedPublisher",
+    "ScriptedSampler",
+    "heavy_tail",
+    "scripted_policy",
+]
+
+END = 3
+"""The stop token of ``ByteRenderer``."""
+
+
+def heavy_tail(seed: int, *, median_s: float = 1.0, shape: float = 1.2) -> Callable[[], float]:
+    """Pareto-distributed durations: most near the median, some a hundred times longer."""
+    source = random.Random(seed)
+    scale = median_s / 2 ** (1 / shape)
+    return lambda: scale * source.paretovariate(shape)
+
+
+class ByteRenderer:
+    """One token a byte, contents concatenated, a turn ends with ``END``. Calls no tools."""
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = (END,)
+
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
+        """The bytes of all contents."""
+        return _bytes("".join(str(message["content"]) for message in messages))
+
+    async def continuation(
+        self,
+        messages_before: Sequence[Message],
+        new_messages: Sequence[Message],
+        turn_ids: IntArray,
+        tools: Sequence[Tool],
+    ) -> IntArray:
+        """The bytes of the new contents, after the missing ``END`` if the turn was cut."""
+        text = _bytes("".join(str(message["content"]) for message in new_messages))
+        closed = len(turn_ids) > 0 and int(turn_ids[-1]) == END
+        return text if closed else np.concatenate([np.array([END], dtype=np.int32), text])
+
+    def parse(self, turn_ids: IntArray, tools: Sequence[Tool]) -> ParsedTurn:
+        """The bytes as text."""
+        text = bytes(int(token) for token in turn_ids if token != END).decode("latin-1")
+        return ParsedTurn(message={"role": "assistant", "content": text}, tool_calls=())
+
+
+def _bytes(text: str) -> IntArray:
+    return np.frombuffer(text.encode("latin-1"), dtype=np.uint8).astype(np.int32)
+
+
+class ScriptedSampler:
+    """Answers after ``seconds(request)`` with ``tokens(request)``; a turn always ends.
+
+    ``requests`` and ``segments`` are what was asked and served, in order; ``started`` is the time of each dispatch.
+    """
+
+    def __init__(
+        self,
+        *,
+        seconds: Callable[[SegmentRequest], float] = lambda request: 0.0,
+        tokens: Callable[[SegmentRequest], Sequence[int]] | None = None,
+    ) -> None:
+        self._seconds = seconds
+        self._tokens = tokens or (lambda request: [65 + request.version % 26] * 3 + [END])
+        self.requests: list[SegmentRequest] = []
+        self.segments: list[Segment] = []
+        self.in_flight = 0
+        self.peak_in_flight = 0
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[None, None]:
+        """There is nothing to connect to."""
+        yield
+
+    async def sample(self, request: SegmentRequest) -> Segment:
+        """Serve the script's tokens; each gets the log-probability -1 - id / 1000, so that a mix-up shows."""
+        self.requests.append(request)
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        try:
+            await anyio.sleep(self._seconds(request))
+        finally:
+            self.in_flight -= 1
+        tokens = np.array(self._tokens(request)[: request.max_new_tokens], dtype=np.int32)
+        ended = len(tokens) > 0 and int(tokens[-1]) == END
+        segment = Segment(
+            tokens=tokens,
+            logprobs=(-1.0 - tokens / 1000).astype(np.float32),
+            versions=(VersionSpan(version=request.version, start=0, end=len(tokens)),) if len(tokens) else (),
+            stop=StopReason.STOP if ended else StopReason.LENGTH,
+            server="scripted",
+        )
+        self.segments.append(segment)
+        return segment
+
+
+class ScriptedLearner:
+    """Takes ``train_s`` for each forward-backward pass and ``step_s`` for each optimizer step.
+
+    ``batches`` holds, for each optimizer step, the sequences that were trained by it.
+    """
+
+    def __init__(self, *, train_s: float = 0.0, step_s: float = 0.0, lora_rank: int | None = 8) -> None:
+        self._train_s = train_s
+        self._step_s = step_s
+        self.lora_rank = lora_rank
+        self.model_path = Path("scripted")
+        self.version = 0
+        self.batches: list[list[TrainingSequence]] = []
+        self.divisors: list[float] = []
+        self.pending: list[TrainingSequence] = []
+        self.fail_at: int | None = None
+        """Optimizer step (from 1) that finds a gradient that is not finite."""
+
+    async def open(self) -> None:
+        """There is nothing to load."""
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+    async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
+        """No proximal policy is kept."""
+
+    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+        """Remember the sequences."""
+        await anyio.sleep(self._train_s)
+        self.pending.extend(sequences)
+        tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
+        return ChunkResult(tokens=tokens, sums={"loss": 0.0})
+
+    async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
+        """Close the batch and make a version."""
+        await anyio.sleep(self._step_s)
+        if self.fail_at == self.version + 1:
+            self.pending.clear()
+            raise NonFiniteError("scripted: the gradient norm is nan")
+        self.batches.append(list(self.pending))
+        self.divisors.append(divisor)
+        self.pending.clear()
+        self.version += 1
+        return {"grad_norm": 1.0, "lr": settings.lr}
+
+    async def discard_gradients(self) -> None:
+        """Forget the open batch."""
+        self.pending.clear()
+
+    async def export(self, directory: Path) -> None:
+        """Nothing is written."""
+
+    async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
+        """Zeros."""
+        return np.zeros(len(tokens) - start, dtype=np.float32)
+
+
+class ScriptedPublisher:
+    """Publishes after ``seconds``. ``holders`` counts who uses each version; ``published`` lists them in order."""
+
+    def __init__(self, *, seconds: Callable[[], float] = lambda: 0.0, pins_versions: bool = True) -> None:
+        self._seconds = seconds
+        self.pins_versions = pins_versions
+        self.staged: list[int] = []
+        self.published: list[int] = []
+        self.holders: Counter[int] = Counter()
+
+    async def stage(self, version: int) -> None:
+        """Remember the version."""
+        self.staged.append(version)
+
+    async def publish(self, version: int) -> float:
+        """Wait, then say that it is live."""
+        await anyio.sleep(self._seconds())
+        self.published.append(version)
+        return 0.0
+
+    def address(self, version: int) -> Address:
+        """An adapter name for each version; a version that was never published is a fault of the engine."""
+        if version not in self.published:
+            raise StalenessError(f"version {version} was asked for, but only {self.published} are published")
+        return Address(adapter=f"scripted-v{version}", extra_key=f"v{version}")
+
+    def hold(self, version: int) -> None:
+        """One more holder."""
+        self.holders[version] += 1
+
+    def release(self, version: int) -> None:
+        """One holder less."""
+        self.holders[version] -= 1
+
+
+def scripted_policy(
+    *,
+    sampler: ScriptedSampler | None = None,
+    learner: ScriptedLearner | None = None,
+    publisher: ScriptedPublisher | None = None,
+) -> Policy:
+    """A policy of scripted parts; pass your own to script them and to look at them afterwards."""
+    return Policy(
+        learner or ScriptedLearner(),
+        sampler=sampler or ScriptedSampler(),
+        publisher=publisher or ScriptedPublisher(),
+    )

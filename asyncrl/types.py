@@ -1,0 +1,281 @@
+"""The values that flow through asyncrl: spans, segments, trajectories, groups and steps.
+
+Tokens are the truth and messages only a view of them. A generated token keeps the id and the log-probability
+that the server sent, and the policy version that sampled it; nothing here re-tokenises, pads or invents.
+
+Suffixes for ragged lists and arrays: ``_G`` members of a group, ``_B`` sequences, ``_T`` tokens, ``_V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "DropReason",
+    "Group",
+    "Message",
+    "Row",
+    "Segment",
+    "Span",
+    "SpanKind",
+    "Step",
+    "StopReason",
+    "ToolCall",
+    "Trajectory",
+    "TruncationCause",
+    "VersionSpan",
+]
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+Row: TypeAlias = Any
+"""One dataset item: whatever the environment's ``reset`` understands."""
+Message: TypeAlias = dict[str, Any]
+"""A chat message: ``role`` and ``content``, for a tool's reply also ``name`` and ``tool_call_id``."""
+
+
+class SpanKind(StrEnum):
+    """What a run of tokens in a trajectory is."""
+
+    PROMPT = "prompt"
+    """The opening of the conversation, rendered from ``reset``'s messages."""
+    GENERATED = "generated"
+    """Sampled by the policy: the only kind that is trained."""
+    FRAMING = "framing"
+    """Written by the environment between two turns: tool results, role markers, a missing terminator."""
+
+
+class StopReason(StrEnum):
+    """Why the sampler ended a segment."""
+
+    STOP = "stop"
+    """A stop token or string: the turn is complete."""
+    LENGTH = "length"
+    """The requested number of tokens: the turn goes on with another segment if budget is left."""
+    ABORT = "abort"
+    """Ended from outside; what was sampled is kept, and the turn goes on from there."""
+
+
+class TruncationCause(StrEnum):
+    """Why a trajectory ended before its environment said so."""
+
+    GENERATED_TOKENS = "generated_tokens"
+    CONTEXT = "context"
+    TURNS = "turns"
+    EMPTY_SAMPLE = "empty_sample"
+
+
+class DropReason(StrEnum):
+    """Why a member or a group was not trained."""
+
+    FAILED = "failed"
+    """The member raised, timed out or lost its infrastructure; its ``error`` says how."""
+    TRUNCATED = "truncated"
+    """The truncation policy excludes this cause from training."""
+    RUN_ENDED = "run_ended"
+    """The run ended while the group was outstanding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens ``start <= i < end`` of a segment were sampled by policy ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """What one sampling request returned.
+
+    Example: ids ``[7, 9]`` with log-probabilities ``[-0.1, -2.3]``, both by version 4, ended by the stop token 9::
+
+        Segment(tokens=ids([7, 9]), logprobs=floats([-0.1, -2.3]),
+                versions=(VersionSpan(version=4, start=0, end=2),), stop=StopReason.STOP)
+    """
+
+    tokens: IntArray
+    """(T,) as served, the stop token included."""
+    logprobs: FloatArray
+    """(T,) log-probability of each token at the sampling temperature, as served."""
+    versions: tuple[VersionSpan, ...]
+    """Covers ``0..T`` without gaps; empty only if T is 0."""
+    stop: StopReason
+    cached_tokens: int = 0
+    """Prompt tokens whose KV the server reused."""
+    server: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"segment has {len(self.tokens)} tokens and {len(self.logprobs)} log-probabilities")
+        position = 0
+        for span in self.versions:
+            if span.start != position or span.end <= span.start:
+                raise ValueError(f"version spans {self.versions} leave a gap in {len(self.tokens)} tokens")
+            position = span.end
+        if position != len(self.tokens):
+            raise ValueError(f"version spans {self.versions} do not cover {len(self.tokens)} tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """A run of tokens of one kind and, if generated, of one policy version."""
+
+    kind: SpanKind
+    tokens: IntArray
+    """(T,)"""
+    logprobs: FloatArray | None = None
+    """(T,) for generated spans, else None: nothing else has one."""
+    version: int | None = None
+    """The policy that sampled the tokens; None unless generated."""
+
+    def __post_init__(self) -> None:
+        generated = self.kind is SpanKind.GENERATED
+        if generated != (self.logprobs is not None) or generated != (self.version is not None):
+            raise ValueError(f"a {self.kind} span needs log-probabilities and a version exactly if it is generated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model wrote. ``arguments`` is None if they could not be parsed; ``error`` says why."""
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    id: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One conversation from reset to reward; changed only by the task that runs it.
+
+    Everything the task needs to go on stands here, so that it can be stopped at any await and started again.
+    """
+
+    id: str
+    group: int
+    """Admission order of its group."""
+    member: int
+    row: Row
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+    """A view for environments: changing it does not change the tokens."""
+    spans: list[Span] = field(default_factory=list)
+    """Append-only; concatenated they are exactly what the server saw and said."""
+    turns: int = 0
+    """Complete model messages."""
+    turn_tokens: int = 0
+    """Tokens generated in the turn that is not complete yet."""
+    generated_tokens: int = 0
+    context_tokens: int = 0
+    segments: int = 0
+    """Sampling requests answered."""
+    empty_aborts: int = 0
+    """Requests in a row that were aborted without a token."""
+    version: int | None = None
+    """The pinned policy version, once the first segment was dispatched under trajectory sampling."""
+    stop: StopReason | None = None
+    """How the last segment ended."""
+    awaiting_reply: bool = False
+    """The turn is complete and the environment has not answered it yet."""
+    turn_cap: int | None = None
+    """The environment's own bound on the tokens of the current turn."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls in the last complete turn."""
+    truncated: TruncationCause | None = None
+    reward: float | None = None
+    """Set once, at the end; None for a member that failed."""
+    error: BaseException | None = None
+    dropped: DropReason | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Per-trajectory numbers; environments may add theirs. Summed into ``rollout/<key>``."""
+
+    @property
+    def final_text(self) -> str:
+        """Text of the last model message, or an empty string."""
+        for message in reversed(self.messages):
+            if message["role"] == "assistant":
+                return str(message.get("content") or "")
+        return ""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version of any generated token, None before the first."""
+        versions = [span.version for span in self.spans if span.version is not None]
+        return min(versions) if versions else None
+
+    def append(self, span: Span) -> None:
+        """Add the next tokens of the conversation."""
+        if len(span.tokens) == 0:
+            return
+        self.spans.append(span)
+        self.context_tokens += len(span.tokens)
+        if span.kind is SpanKind.GENERATED:
+            self.generated_tokens += len(span.tokens)
+            self.turn_tokens += len(span.tokens)
+
+    def append_segment(self, segment: Segment) -> None:
+        """Add what a sampling request returned, one generated span for each policy version in it."""
+        for part in segment.versions:
+            self.append(
+                Span(
+                    kind=SpanKind.GENERATED,
+                    tokens=segment.tokens[part.start : part.end],
+                    logprobs=segment.logprobs[part.start : part.end],
+                    version=part.version,
+                )
+            )
+        self.segments += 1
+        self.stop = segment.stop
+
+    def tokens(self) -> IntArray:
+        """(context_tokens,) the whole conversation."""
+        if not self.spans:
+            return np.empty(0, dtype=np.int32)
+        return np.concatenate([span.tokens for span in self.spans])
+
+    def turn_ids(self) -> IntArray:
+        """(turn_tokens,) the ids generated in the current turn, over all of its segments."""
+        return self.tokens()[self.context_tokens - self.turn_tokens :]
+
+    def add_metric(self, key: str, value: float) -> None:
+        """Add ``value`` to ``metrics[key]``."""
+        self.metrics[key] = self.metrics.get(key, 0.0) + value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """All trajectories of one row: the unit of admission, baseline and batch."""
+
+    index: int
+    """Admission order in the run."""
+    row: Row
+    members_G: Sequence[Trajectory]
+    seconds: float
+    """From the first dispatch to the last member's end."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all members, prompts included."""
+        return sum(member.context_tokens for member in self.members_G)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """What one trainer step did.
+
+    ``n`` counts batches consumed from 1; ``model_step`` is the committed version after it, which stays the same if the
+    batch had no gradient.
+    """
+
+    n: int
+    model_step: int
+    metrics: Mapping[str, float]
+    trajectories: Sequence[Trajectory]

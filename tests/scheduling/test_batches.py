@@ -1,0 +1,184 @@
+"""Which finished groups the trainer may take."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.scheduling.admission import Admission
+from asyncrl.scheduling.batches import Batches
+from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
+from asyncrl.types import Group, Span, SpanKind, Trajectory
+
+
+def _group(index: int, *, members: int = 2, tokens: int = 5) -> Group:
+    trajectories = []
+    for member in range(members):
+        traj = Trajectory(id=f"{index}-{member}", group=index, member=member, row=None, seed=0)
+        traj.append(Span(kind=SpanKind.PROMPT, tokens=np.zeros(tokens, dtype=np.int32)))
+        trajectories.append(traj)
+    return Group(index=index, row=None, members_G=trajectories, seconds=0.0)
+
+
+class _Books:
+    """Admission, clock and batches wired as in a run."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int, order: BatchOrder = "completion") -> None:
+        self.admission = Admission(slots=(1 + max_staleness) * groups_per_step, max_staleness=max_staleness)
+        self.clock = PolicyClock()
+        self.batches = Batches(
+            admission=self.admission, clock=self.clock, groups_per_step=groups_per_step, order=order
+        )
+
+    def born(self, versions: list[int]) -> None:
+        """Admit one group for each version and give birth to it under that version."""
+        for version in versions:
+            group = self.admission.admit_nowait()
+            assert group is not None
+            self.admission.birth(group, version)
+
+    def ready(self, *groups: int) -> None:
+        """These groups ended."""
+        for group in groups:
+            self.batches.put(_group(group))
+
+
+def _indices(batch: list[Group] | None) -> list[int] | None:
+    return None if batch is None else [group.index for group in batch]
+
+
+def test_a_batch_is_taken_only_when_it_is_full() -> None:
+    """Fewer ready groups than the batch needs are not enough."""
+    books = _Books(groups_per_step=2, max_staleness=0)
+    books.born([0, 0])
+    books.ready(1)
+    assert books.batches.take_nowait(2) is None
+    books.ready(0)
+    assert sorted(_indices(books.batches.take_nowait(2)) or []) == [0, 1]
+
+
+def test_the_earliest_due_groups_go_first() -> None:
+    """A younger group that finished earlier waits for a later batch."""
+    books = _Books(groups_per_step=1, max_staleness=2)
+    books.clock.committed = 1
+    books.born([1, 0])
+    books.ready(0, 1)
+    assert _indices(books.batches.take_nowait(1)) == [1]
+
+
+def test_the_barrier_waits_for_a_group_that_would_be_too_old() -> None:
+    """Worked example A: four a step, bound 1; five are ready, but a slow old one has no later step to go to."""
+    books = _Books(groups_per_step=4, max_staleness=1)
+    books.clock.committed = 1
+    books.born([0, 0, 0, 0, 1, 1, 1, 1])
+    books.ready(0, 1, 2, 4, 5)
+    assert books.batches.take_nowait(4) is None
+    books.ready(3)
+    assert _indices(books.batches.take_nowait(4)) == [0, 1, 2, 3]
+
+
+def test_groups_due_later_hold_the_barrier_too() -> None:
+    """Two a step, bound 2: after a batch of the two youngest, four would be due in one step."""
+    books = _Books(groups_per_step=2, max_staleness=2)
+    books.clock.committed = 1
+    books.born([0, 0, 0, 0, 1, 1])
+    books.ready(4, 5)
+    assert books.batches.take_nowait(2) is None
+    books.ready(0)
+    assert books.batches.take_nowait(2) is None
+    books.ready(1)
+    assert _indices(books.batches.take_nowait(2)) == [0, 1]
+
+
+def test_admission_order_takes_the_oldest_or_nothing() -> None:
+    """With ``batch_order="admission"`` a finished younger group never overtakes."""
+    books = _Books(groups_per_step=1, max_staleness=1, order="admission")
+    books.born([0, 0])
+    books.ready(1)
+    assert books.batches.take_nowait(1) is None
+    books.ready(0)
+    assert _indices(books.batches.take_nowait(1)) == [0]
+
+
+@pytest.mark.virtual_clock
+async def test_the_wait_at_the_barrier_is_timed_and_names_the_group() -> None:
+    """Seconds count from when enough groups were ready."""
+    books = _Books(groups_per_step=1, max_staleness=1)
+    books.clock.committed = 1
+    books.born([0, 1])
+
+    async def finish() -> None:
+        await anyio.sleep(5)
+        books.ready(1)
+        await anyio.sleep(7)
+        books.ready(0)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(finish)
+        batch = await books.batches.take(1)
+    assert _indices(batch) == [0]
+    assert [(wait.seconds, wait.group) for wait in books.batches.waits] == [(7.0, 0)]
+
+
+@pytest.mark.virtual_clock
+async def test_chunks_leave_when_a_threshold_is_reached() -> None:
+    """Either threshold sends whole groups; the tail goes when it is all that remains."""
+    books = _Books(groups_per_step=4, max_staleness=0)
+    books.born([0, 0, 0, 0])
+    threshold = ForwardBackwardBatch(min_sequences=4, min_tokens=1000)
+    books.ready(2)
+    with anyio.move_on_after(1) as scope:
+        await books.batches.take_chunk(4, threshold)
+    assert scope.cancelled_caught
+    books.ready(0)
+    assert _indices(await books.batches.take_chunk(4, threshold)) == [0, 2]
+    books.ready(1)
+    assert _indices(await books.batches.take_chunk(1, threshold)) == [1]
+    books.ready(3)
+    by_tokens = ForwardBackwardBatch(min_sequences=1000, min_tokens=10)
+    assert _indices(await books.batches.take_chunk(9, by_tokens)) == [3]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_random_runs_keep_every_age_and_never_get_stuck(data: st.DataObject) -> None:
+    """Births, ends, commits and lagging publications in any order: ages stay within 0..S and something can always move."""
+    groups_per_step = data.draw(st.integers(1, 3))
+    max_staleness = data.draw(st.integers(0, 3))
+    books = _Books(groups_per_step, max_staleness)
+    queue: list[int] = []
+    running: dict[int, int] = {}
+    born: dict[int, int] = {}
+    unpublished: list[int] = []
+    for _ in range(60):
+        while (group := books.admission.admit_nowait()) is not None:
+            queue.append(group)
+        batch = books.batches.take_nowait(groups_per_step) if data.draw(st.booleans()) else None
+        if batch is not None:
+            for group in batch:
+                assert 0 <= books.clock.committed - born[group.index] <= max_staleness
+            books.admission.settle(books.clock.commit())
+            unpublished.append(books.clock.committed)
+            continue
+        moves = ["birth"] * bool(queue) + ["end"] * bool(running) + ["publish"] * bool(unpublished)
+        if not moves:
+            assert books.batches.take_nowait(groups_per_step) is not None
+            books.admission.settle(None)
+            continue
+        move = data.draw(st.sampled_from(moves))
+        if move == "birth":
+            group = queue.pop(0)
+            born[group] = running[group] = books.clock.published
+            books.admission.birth(group, books.clock.published)
+        elif move == "end":
+            group = data.draw(st.sampled_from(sorted(running)))
+            del running[group]
+            books.ready(group)
+        else:
+            version = unpublished.pop(0)
+            books.clock.publish(version)
+            books.admission.published(version)
