@@ -1,0 +1,92 @@
+"""asyncrl: asynchronous reinforcement learning of language models, with a bound on policy age that always holds.
+
+Names are loaded when they are first used, so that ``import asyncrl`` is quick and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+# For type checkers and editors, which do not run __getattr__. tests/test_package.py keeps both lists equal.
+if TYPE_CHECKING:
+    from asyncrl.engine import RolloutEngine
+    from asyncrl.errors import InfrastructureError
+    from asyncrl.evaluation import Evaluator
+    from asyncrl.learning.advantages import Batchwise, GroupCentered
+    from asyncrl.learning.lora import LoraConfig
+    from asyncrl.learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
+    from asyncrl.learning.optimizer import Adam, cosine
+    from asyncrl.learning.torch_learner import TorchLearner
+    from asyncrl.policy import Policy
+    from asyncrl.rollout.budget import Budget
+    from asyncrl.rollout.env import Env, TurnResult
+    from asyncrl.rollout.tools import tool
+    from asyncrl.sampling.sglang import SGLang
+    from asyncrl.scheduling.rules import ForwardBackwardBatch, GroupCompletion, KVCache, Schedule, Truncation
+    from asyncrl.trainer import AsyncTrainer, run
+    from asyncrl.types import Step, Trajectory
+
+__all__ = [
+    "CISPO",
+    "PPO",
+    "Adam",
+    "AsyncTrainer",
+    "Batchwise",
+    "Budget",
+    "DecoupledPPO",
+    "Env",
+    "Evaluator",
+    "ForwardBackwardBatch",
+    "GroupCentered",
+    "GroupCompletion",
+    "ImportanceSampling",
+    "InfrastructureError",
+    "KVCache",
+    "LoraConfig",
+    "Policy",
+    "PolicyGradient",
+    "RolloutEngine",
+    "SGLang",
+    "Schedule",
+    "Step",
+    "TorchLearner",
+    "Trajectory",
+    "Truncation",
+    "TurnResult",
+    "cosine",
+    "run",
+    "tool",
+]
+
+_MODULES = {
+    "asyncrl.engine": ("RolloutEngine",),
+    "asyncrl.errors": ("InfrastructureError",),
+    "asyncrl.evaluation": ("Evaluator",),
+    "asyncrl.learning.advantages": ("Batchwise", "GroupCentered"),
+    "asyncrl.learning.lora": ("LoraConfig",),
+    "asyncrl.learning.losses": ("CISPO", "PPO", "DecoupledPPO", "ImportanceSampling", "PolicyGradient"),
+    "asyncrl.learning.optimizer": ("Adam", "cosine"),
+    "asyncrl.learning.torch_learner": ("TorchLearner",),
+    "asyncrl.policy": ("Policy",),
+    "asyncrl.rollout.budget": ("Budget",),
+    "asyncrl.rollout.env": ("Env", "TurnResult"),
+    "asyncrl.rollout.tools": ("tool",),
+    "asyncrl.sampling.sglang": ("SGLang",),
+    "asyncrl.scheduling.rules": ("ForwardBackwardBatch", "GroupCompletion", "KVCache", "Schedule", "Truncation"),
+    "asyncrl.trainer": ("AsyncTrainer", "run"),
+    "asyncrl.types": ("Step", "Trajectory"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # which would otherwise accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -84,6 +85,7 @@ class RolloutEngine:
     ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
     published version for each request (``kv_cache`` must acknowledge the prefill that this costs).
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
+    ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``member_retries``: further attempts of a trajectory whose machinery failed.
     ``environment_timeout``: seconds for each call into the environment.
     """
@@ -102,6 +104,7 @@ class RolloutEngine:
         top_k: int = -1,
         seed: int = 0,
         renderer: Literal["chat", "text"] | Renderer = "chat",
+        stop: Sequence[str] = (),
         member_retries: int = 1,
         environment_timeout: float = 600.0,
     ) -> None:
@@ -115,6 +118,7 @@ class RolloutEngine:
         self._budget = budget or Budget()
         self._seed = seed
         self._renderer = renderer
+        self._stop = tuple(stop)
         self._retries = member_retries
         self._environment_timeout_s = environment_timeout
         _check_sampling(self.settings)
@@ -130,7 +134,8 @@ class RolloutEngine:
         async with self.policy.opened() as policy:
             renderer = self._renderer
             if isinstance(renderer, str):
-                renderer = await anyio.to_thread.run_sync(load_renderer, policy.learner.model_path, renderer)
+                load = partial(load_renderer, policy.learner.model_path, renderer, stop=self._stop)
+                renderer = await anyio.to_thread.run_sync(load)
             clock = PolicyClock()
             started = anyio.current_time()
             await policy.publisher.stage(clock.published)

@@ -83,7 +83,7 @@ async def run_trajectory(traj: Trajectory, env: Env, context: RolloutContext) ->
         if isinstance(wanted, TruncationCause):
             traj.truncated = wanted
             break
-        await _extend(traj, wanted, context)
+        await _extend(traj, env, wanted, context)
     await _reward(traj, env, context)
 
 
@@ -94,7 +94,7 @@ async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
 
 
-async def _extend(traj: Trajectory, wanted: int, context: RolloutContext) -> None:
+async def _extend(traj: Trajectory, env: Env, wanted: int, context: RolloutContext) -> None:
     """Sample one segment; if it completes the turn, read the message."""
     segment = await _sample(traj, wanted, context)
     traj.append_segment(segment)
@@ -107,7 +107,7 @@ async def _extend(traj: Trajectory, wanted: int, context: RolloutContext) -> Non
         return
     traj.empty_aborts = 0
     if context.budget.turn_complete(traj, traj.turn_cap):
-        parsed = context.renderer.parse(traj.turn_ids())
+        parsed = context.renderer.parse(traj.turn_ids(), env.tools)
         traj.messages.append(parsed.message)
         traj.tool_calls = list(parsed.tool_calls)
         traj.turns += 1
@@ -186,8 +186,9 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
     if cause is not None:
         traj.truncated = cause
         return False
-    framing = await context.renderer.continuation(traj.messages, result.messages, traj.turn_ids(), env.tools)
-    traj.messages.extend(result.messages)
+    messages = await context.renderer.shortened(result.messages, context.budget.tool_output_tokens)
+    framing = await context.renderer.continuation(traj.messages, messages, traj.turn_ids(), env.tools)
+    traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.FRAMING, tokens=framing))
     traj.turn_cap = result.max_turn_tokens
     traj.turn_tokens = 0

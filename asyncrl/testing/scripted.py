@@ -57,18 +57,18 @@ class ByteRenderer:
         return _bytes("".join(str(message["content"]) for message in messages))
 
     async def continuation(
-        self,
-        messages_before: Sequence[Message],
-        new_messages: Sequence[Message],
-        turn_ids: IntArray,
-        tools: Sequence[Tool],
+        self, before: Sequence[Message], new: Sequence[Message], turn_ids: IntArray, tools: Sequence[Tool]
     ) -> IntArray:
         """The bytes of the new contents, after the missing ``END`` if the turn was cut."""
-        text = _bytes("".join(str(message["content"]) for message in new_messages))
+        text = _bytes("".join(str(message["content"]) for message in new))
         closed = len(turn_ids) > 0 and int(turn_ids[-1]) == END
         return text if closed else np.concatenate([np.array([END], dtype=np.int32), text])
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool]) -> ParsedTurn:
+    async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
+        """The messages as they are."""
+        return list(messages)
+
+    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """The bytes as text."""
         text = bytes(int(token) for token in turn_ids if token != END).decode("latin-1")
         return ParsedTurn(message={"role": "assistant", "content": text}, tool_calls=())

@@ -1,0 +1,302 @@
+"""The ``asyncrl`` command: train | demo | eval | serve.
+
+It reads the arguments, says at once that something happens, and maps what happens to an exit code. stdout carries one
+JSON line, the result; everything for people goes to stderr. Composition is in ``compose``, the work in its owners.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.abc import TaskStatus
+
+from asyncrl.config import Recipe, load_recipe, read_secret
+from asyncrl.errors import ConfigError
+from asyncrl.events import EvaluationFinished, Event, Events, StepFinished
+from asyncrl.iteration import first_error
+
+if TYPE_CHECKING:
+    from asyncrl.compose import ComposedRun
+
+__all__ = ["Outcome", "main"]
+
+_SHOW_CURSOR = "\x1b[?25h"
+# The live line hides it.
+_EPILOG = """\
+stdout carries one JSON line, the result; progress and errors go to stderr.
+
+exit codes:
+  0    done, or stopped by the first SIGINT or SIGTERM (the result then has "stopped": true)
+  1    the run failed; the first error is on stderr, --debug adds its traceback
+  2    the command line or the recipe is wrong; nothing was started
+  130  exited at once: the second SIGINT (143: SIGTERM), or the first before the run began
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # noqa: BLE001  the top: every error becomes a message and an exit code
+        return _report(first_error(error), debug=arguments.debug)
+    return 0
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, ConfigError):
+        _say(str(error))
+        return 2
+    _say("\n".join([f"failed: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+    return 1
+
+
+class Outcome:
+    """Collects from the events of a run what its last line says; subscribe ``observe``."""
+
+    def __init__(self) -> None:
+        self._rewards: list[float] = []
+        self._heldout: list[float] = []
+        self._max_age = 0.0
+
+    def observe(self, event: Event) -> None:
+        """Take note of ``event``."""
+        match event:
+            case StepFinished():
+                self._rewards.append(event.metrics["reward/mean"])
+                self._max_age = max(self._max_age, event.metrics["staleness/span_age_max"])
+            case EvaluationFinished():
+                self._heldout.append(event.metrics["reward_mean"])
+
+    def summary(self) -> dict[str, object]:
+        """``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps."""
+        summary: dict[str, object] = {"steps": len(self._rewards), "max_age": int(self._max_age)}
+        if self._rewards:
+            fifth = math.ceil(len(self._rewards) / 5)
+            summary["reward_first"] = _mean(self._rewards[:fifth])
+            summary["reward_last"] = _mean(self._rewards[-fifth:])
+        if self._heldout:
+            summary["heldout_first"] = self._heldout[0]
+            summary["heldout_last"] = self._heldout[-1]
+        return summary
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from asyncrl.observe.sinks import write_run_file
+
+    started = time.monotonic()
+    recipe = _load(arguments)
+    directory = _run_directory(recipe, arguments.run_dir)
+    composed = _compose(recipe, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_run_file(directory, recipe.tables)
+    outcome = Outcome()
+
+    async def work() -> None:
+        await _run_steps(composed, directory)
+
+    events = composed.trainer.events
+    events.subscribe(outcome.observe)
+    with _reporting(recipe, events, steps=composed.steps, debug=arguments.debug):
+        stopped = anyio.run(_until_signal, work, backend="asyncio")
+    _print_result({**outcome.summary(), "run_dir": str(directory)}, started, stopped)
+
+
+async def _run_steps(composed: ComposedRun, directory: Path) -> None:
+    from asyncrl.observe.sinks import write_events
+
+    steps = composed.trainer.run(composed.rows, steps=composed.steps)
+    async with write_events(directory, composed.trainer.events), contextlib.aclosing(steps):
+        async for _ in steps:
+            pass
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    started = time.monotonic()
+    recipe = _load(arguments)
+    composed = _compose(recipe, None)
+    evaluator = composed.evaluator
+    if evaluator is None:
+        raise ConfigError(f"{recipe.path}: data.heldout is missing: it names the rows to evaluate")
+    result: dict[str, object] = {}
+
+    async def work() -> None:
+        async with composed.engine.opened(composed.trainer.events) as session:
+            metrics = await evaluator.evaluate(session)
+            result.update(heldout=metrics["reward_mean"], **metrics)
+
+    with _reporting(recipe, composed.trainer.events, steps=0, debug=arguments.debug):
+        stopped = anyio.run(_until_signal, work, backend="asyncio")
+    _print_result(result, started, stopped)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    _say("loading torch and the model")
+    from asyncrl.sampling.serve import ServerOptions, run_server
+
+    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "debug", "api_key_env")}
+    if arguments.api_key_env is not None:
+        options["api_key"] = read_secret("--api-key-env", arguments.api_key_env)
+    run_server(ServerOptions(**options))
+
+
+def _load(arguments: argparse.Namespace) -> Recipe:
+    path = arguments.recipe or _demo_recipe()
+    _say(f"loading {path} (importing torch and, the first time, making the model can take half a minute)")
+    return load_recipe(path, arguments.overrides)
+
+
+def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
+    from asyncrl.compose import compose
+
+    return compose(recipe, directory=directory)
+
+
+def _demo_recipe() -> Path:
+    """Beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    found = [root / "envs/guess_number/recipe.toml" for root in (package.parent, package)]
+    for recipe in found:
+        if recipe.is_file():
+            return recipe
+    raise ConfigError(f"the demo's recipe is in neither {found[0]} nor {found[1]}")
+
+
+def _run_directory(recipe: Recipe, chosen: Path | None) -> Path:
+    if chosen is None:
+        name = f"{recipe.path.resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        return Path(recipe.run.directory) / name
+    if (chosen / "run.json").exists():
+        raise ConfigError.for_value("--run-dir", str(chosen), "a folder without the files of another run")
+    return chosen
+
+
+async def _until_signal(work: Callable[[], Awaitable[None]]) -> bool:
+    """Await ``work()``; the first SIGINT or SIGTERM cancels it and makes this True, the second exits the process."""
+    async with anyio.create_task_group() as tasks:
+        scope = anyio.CancelScope()
+        await tasks.start(_cancel_on_signal, scope)
+        with scope:
+            await work()
+        tasks.cancel_scope.cancel()
+    return scope.cancelled_caught
+
+
+async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for number in signals:
+            if scope.cancel_called:
+                # At once: without waiting for a step that may be stuck. A server of ours ends with its pipe to us.
+                if sys.stderr.isatty():
+                    sys.stderr.write(_SHOW_CURSOR)
+                    sys.stderr.flush()
+                os._exit(128 + number)
+            _say(f"{number.name}: stopping; a second signal exits at once")
+            scope.cancel()
+
+
+@contextlib.contextmanager
+def _reporting(recipe: Recipe, events: Events, *, steps: int, debug: bool) -> Iterator[None]:
+    """Log lines, and on a terminal a live line, on stderr while the block runs."""
+    from asyncrl.observe.logs import LogLines, open_log
+    from asyncrl.observe.progress import show_progress
+
+    secret = recipe.sampler.api_key()
+    style = recipe.run.log
+    with contextlib.ExitStack() as stack:
+        stream = sys.stderr
+        if style == "console":
+            stream = stack.enter_context(show_progress(events, steps=steps, stream=stream))
+        log = open_log(stream, style=style, debug=debug, secrets=[secret] if secret else [])
+        stack.callback(events.subscribe(LogLines(log).observe))
+        yield
+
+
+def _print_result(result: dict[str, Any], started: float, stopped: bool) -> None:
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+    rounded["seconds"] = round(time.monotonic() - started, 1)
+    if stopped:
+        rounded["stopped"] = True
+    print(json.dumps(rounded), flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Asynchronous reinforcement learning of language models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, command: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        formatter = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(name, help=text, description=text, epilog=_EPILOG, formatter_class=formatter)
+        added.set_defaults(command=command)
+        added.add_argument("--debug", action="store_true", help="more log lines, and tracebacks of errors")
+        return added
+
+    train = add("train", _train, "train a recipe")
+    train.add_argument("recipe", type=Path, help="TOML file; paths in it are relative to it")
+    demo = add("demo", _train, "train the guess-a-number recipe, on any machine in about a minute")
+    demo.set_defaults(recipe=None)
+    evaluate = add("eval", _evaluate, "measure the held-out reward of a recipe's model as it is before training")
+    evaluate.add_argument("recipe", type=Path, help="TOML file")
+    for command in (train, demo, evaluate):
+        command.add_argument(
+            "--set",
+            dest="overrides",
+            metavar="section.key=value",
+            action="append",
+            default=[],
+            help="replace a value of the recipe (TOML, or a bare string); can be repeated",
+        )
+    for command in (train, demo):
+        command.add_argument(
+            "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: a new one)"
+        )
+    _add_server_options(add("serve", _serve, "serve a model folder in SGLang's wire format, on a CPU or one GPU"))
+    return parser
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Options that are not given are left to ``ServerOptions``, which has the defaults."""
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder with its tokenizer")
+    parser.add_argument("--api-key-env", metavar="NAME", help="variable with the key that clients must send")
+    unset: Any = argparse.SUPPRESS
+    parser.add_argument("--host", default=unset, help="address to listen on")
+    parser.add_argument("--port", type=int, default=unset, help="0 lets the system choose")
+    parser.add_argument("--threads", type=int, default=unset, help="threads of torch")
+    parser.add_argument("--dtype", default=unset, help="of the weights")
+    parser.add_argument("--context-length", type=int, default=unset, metavar="TOKENS")
+    parser.add_argument("--max-running-requests", type=int, default=unset, metavar="N")
+    parser.add_argument("--max-total-tokens", type=int, default=unset, metavar="TOKENS", help="size of the KV cache")
+    parser.add_argument(
+        "--exit-with-stdin", action="store_true", default=unset, help="end when standard input is closed"
+    )

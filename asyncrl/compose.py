@@ -1,0 +1,216 @@
+"""From a recipe to a run: imports the user's code, makes the model if need be, and wires the owners together.
+
+Everything that can be wrong in a recipe is found here, before a model is loaded or a server started. Wiring is all
+there is: no rule lives here. Left out: running it, which is the CLI's part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.config import ModelSection, Recipe, cache_directory
+from asyncrl.engine import RolloutEngine
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation import Evaluator
+from asyncrl.learning.losses import loss_from
+from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.policy import Policy
+from asyncrl.rollout.env import Env
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.trainer import AsyncTrainer
+from asyncrl.types import Row
+
+__all__ = ["ComposedRun", "compose", "resolve"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedRun:
+    """A run that is ready to start."""
+
+    trainer: AsyncTrainer
+    engine: RolloutEngine
+    evaluator: Evaluator | None
+    """None without held-out rows."""
+    rows: Sequence[Row]
+    steps: int
+
+
+def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
+    """Build the run that ``recipe`` describes; ``directory`` is its run directory, None to leave nothing behind.
+
+    Imports the recipe's Python file and calls its row functions; calls ``model.source`` if its model is not cached
+    yet, which imports torch. Raises ``ConfigError``.
+    """
+    try:
+        return _compose(recipe, directory)
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.path}: {error}") from error
+
+
+def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
+    base = recipe.path.resolve().parent
+    env = _environment(recipe.env.factory, recipe.env.options, base)
+    rows = _rows("data.train", recipe.data.train, base)
+    evaluator = _evaluator(recipe, base)
+    loss = loss_from(recipe.trainer.loss, **recipe.loss)
+    sampler = recipe.sampler
+    servers = SGLang(sampler.urls, api_key=sampler.api_key()) if sampler.urls else None
+    learner = TorchLearner(
+        _model(recipe.model, base),
+        lora=recipe.model.lora,
+        dtype=recipe.model.dtype,
+        device=recipe.model.device,
+        threads=recipe.model.threads,
+        seed=recipe.rollout.seed,
+    )
+    policy = Policy(
+        learner,
+        sampler=servers,
+        directory=None if directory is None else directory / "adapters",
+        sampler_threads=sampler.threads,
+    )
+    engine = RolloutEngine(policy, env=env, budget=recipe.budget, schedule=recipe.schedule, **_keywords(recipe.rollout))
+    overlap = recipe.trainer.forward_backward_batch
+    trainer = AsyncTrainer(
+        engine=engine,
+        optimizer=recipe.optimizer,
+        advantage=recipe.advantage,
+        completion=recipe.completion,
+        truncation=recipe.truncation,
+        loss=loss,
+        evaluator=evaluator,
+        forward_backward_batch=None if overlap == "off" else overlap,
+        **_keywords(recipe.trainer, without=("steps", "loss", "forward_backward_batch")),
+    )
+    return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=rows, steps=recipe.trainer.steps)
+
+
+def resolve(key: str, reference: str, base: Path) -> Any:
+    """The object that ``reference`` (``env.py:Name`` in ``base``, or ``package.module:Name``) stands for.
+
+    Raises ``ConfigError`` naming ``key`` if there is no such file, module or name, or if importing it fails.
+    """
+    module = _module(key, reference, base)
+    name = reference.partition(":")[2]
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key} is {reference!r}, but {module.__file__} has no {name!r}{hint}")
+    return getattr(module, name)
+
+
+def _module(key: str, reference: str, base: Path) -> ModuleType:
+    where, colon, name = reference.partition(":")
+    if not (where and colon and name):
+        raise ConfigError.for_value(key, reference, "a reference such as 'env.py:Name' or 'package.module:Name'")
+    file = base / where
+    if where.endswith(".py") and not file.is_file():
+        raise ConfigError(f"{key} is {reference!r}, but there is no file {file}")
+    try:
+        return _module_from_file(file) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:
+        raise ConfigError(
+            f"{key} is {reference!r}, which cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _module_from_file(file: Path) -> ModuleType:
+    # The name tells apart the env.py of every recipe; one file is one module, whatever refers to it.
+    name = f"asyncrl_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _environment(reference: str, options: Mapping[str, object], base: Path) -> Callable[[], Env]:
+    factory = resolve("env.factory", reference, base)
+    if not callable(factory):
+        raise ConfigError.for_value("env.factory", reference, "an Env class or a function that returns an Env")
+    parameters = inspect.signature(factory).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key in options:
+            if key not in parameters:
+                raise ConfigError.for_unknown_key(key, parameters, where=f"env, which are the keywords of {reference}")
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"[env]: {reference}: {error}") from error
+    return functools.partial(factory, **options)
+
+
+def _rows(key: str, reference: str, base: Path) -> list[Row]:
+    function = resolve(key, reference, base)
+    if not callable(function):
+        raise ConfigError.for_value(key, reference, "a function without arguments that returns a list of rows")
+    rows = list(function())
+    if not rows:
+        raise ConfigError(f"{key} is {reference!r}, which returned no rows")
+    return rows
+
+
+def _evaluator(recipe: Recipe, base: Path) -> Evaluator | None:
+    if recipe.data.heldout is None:
+        return None
+    rows = _rows("data.heldout", recipe.data.heldout, base)
+    return Evaluator(rows=rows, **_keywords(recipe.evaluation))
+
+
+def _model(model: ModelSection, base: Path) -> Path:
+    """The model's folder, made first if the recipe has a function for it."""
+    if model.source is None:
+        return base / str(model.path)
+    build = resolve("model.source", model.source, base)
+    if not callable(build):
+        raise ConfigError.for_value("model.source", model.source, "a function that writes a model into a folder")
+    folder = cache_directory() / "models" / _cache_name(model.source, inspect.getsourcefile(build))
+    if not folder.is_dir():
+        _write_model(build, folder)
+    return folder
+
+
+def _cache_name(reference: str, source: str | None) -> str:
+    """Changes with the file that makes the model, so that an edited recipe never trains the model of the old one."""
+    text = Path(source).read_bytes() if source else reference.encode()
+    return f"{reference.partition(':')[2]}-{hashlib.sha256(text).hexdigest()[:16]}"
+
+
+def _write_model(build: Callable[[Path], object], folder: Path) -> None:
+    """Whole or not at all: another run may make the same model at the same time."""
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    temporary.mkdir(parents=True)
+    try:
+        build(temporary)
+        if not folder.is_dir():
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _keywords(section: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a section as keyword arguments of the class that it names."""
+    names = [field.name for field in dataclasses.fields(section) if field.name not in without]
+    return {name: getattr(section, name) for name in names}

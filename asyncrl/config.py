@@ -1,0 +1,281 @@
+"""Recipes: a run as a TOML file, read into values.
+
+``load_recipe`` checks every key and value without importing the user's code, the model or torch; ``compose`` builds the
+run from the result. Each table is one section below. The tables of the schedule, the budget and the like are the fields
+of the objects that Python users pass, so that a knob is described once, beside the rule that it feeds.
+
+Paths and references (``env.py:GuessNumber``) are relative to the recipe; the run directory to where the command runs.
+This is the one module that reads the environment of the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_type_hints
+
+from asyncrl.errors import ConfigError
+from asyncrl.learning.advantages import Batchwise, GroupCentered
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.optimizer import Adam, cosine
+from asyncrl.rollout.budget import Budget
+from asyncrl.scheduling.rules import (
+    BatchOrder,
+    ForwardBackwardBatch,
+    GroupCompletion,
+    KVCache,
+    SamplingPolicy,
+    Schedule,
+    StalePolicy,
+    Truncation,
+    require_count,
+)
+from asyncrl.tables import Table, override, read_table, require_known
+
+__all__ = [
+    "DataSection",
+    "EnvSection",
+    "EvaluationSection",
+    "ModelSection",
+    "Recipe",
+    "RolloutSection",
+    "RunSection",
+    "SamplerSection",
+    "TrainerSection",
+    "cache_directory",
+    "load_recipe",
+    "read_secret",
+]
+
+Advantage: TypeAlias = GroupCentered | Batchwise
+_ADVANTAGES: Mapping[str, type[Advantage]] = {"group_centered": GroupCentered, "batchwise": Batchwise}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """``[model]``: what is trained. Exactly one of ``path`` and ``source``."""
+
+    path: str | None = None
+    """Model folder with its tokenizer."""
+    source: str | None = None
+    """Reference to ``function(directory: Path) -> None`` that writes a model folder; it is called once, then cached."""
+    lora: LoraConfig | None = None
+    """Train an adapter; without it all weights."""
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.source is None):
+            raise ConfigError("[model] must have exactly one of path (a model folder) and source (a function)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSection:
+    """``[env]``: where the reward comes from. Every key but ``factory`` is a keyword of the environment."""
+
+    factory: str
+    """Reference to an ``Env`` class or a function that returns one."""
+    options: Table = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """``[data]``: references to functions without arguments that return lists of rows."""
+
+    train: str
+    heldout: str | None = None
+    """Evaluated before the first and after the last step, and as often as ``[evaluation]`` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSection:
+    """``[sampler]``: the embedded server in a process of its own, or SGLang servers by URL."""
+
+    backend: Literal["embedded", "sglang"] = "embedded"
+    urls: tuple[str, ...] = ()
+    threads: int = 1
+    """Of the embedded server."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' key; the key itself has no place in a recipe."""
+
+    def __post_init__(self) -> None:
+        require_count("sampler.threads", self.threads, least=1)
+        if (self.backend == "sglang") != bool(self.urls):
+            allowed = "at least one URL for backend 'sglang', and left out for 'embedded'"
+            raise ConfigError.for_value("sampler.urls", list(self.urls), allowed)
+
+    def api_key(self) -> str | None:
+        """The servers' key, read from the environment now; None if the recipe names no variable."""
+        return None if self.api_key_env is None else read_secret("sampler.api_key_env", self.api_key_env)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    """``[rollout]``: how the policy is sampled; see ``RolloutEngine``."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 0
+    """Of every random choice of the run: sampling, and the initial adapter."""
+    sampling_policy: SamplingPolicy = "trajectory"
+    kv_cache: KVCache | None = None
+    renderer: Literal["chat", "text"] = "chat"
+    member_retries: int = 1
+    environment_timeout: float = 600.0
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSection:
+    """``[trainer]``: the loop; see ``AsyncTrainer``."""
+
+    steps: int
+    groups_per_step: int
+    group_size: int = 16
+    max_staleness: int = 2
+    loss: str = "cispo"
+    """Its options are in ``[loss]``."""
+    normalize: Normalize = "token"
+    stale_policy: StalePolicy = "wait"
+    batch_order: BatchOrder = "completion"
+    repeat_dataset: bool = True
+    forward_backward_batch: Literal["auto", "off"] | ForwardBackwardBatch = "auto"
+    allow_trajectory_loss: bool = False
+    allow_unbounded_staleness: bool = False
+
+    def __post_init__(self) -> None:
+        require_count("trainer.steps", self.steps, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSection:
+    """``[evaluation]`` of the rows of ``data.heldout``; see ``Evaluator``."""
+
+    every: int = 0
+    group_size: int = 2
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """``[run]``: what is left of a run."""
+
+    directory: str = "runs"
+    """Each run gets a new folder in it."""
+    log: Literal["console", "json"] = "console"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A whole run as values; ``tables`` is what the file and the overrides said."""
+
+    path: Path
+    tables: Table
+    model: ModelSection
+    env: EnvSection
+    data: DataSection
+    trainer: TrainerSection
+    optimizer: Adam
+    sampler: SamplerSection
+    rollout: RolloutSection
+    budget: Budget
+    schedule: Schedule
+    completion: GroupCompletion
+    truncation: Truncation
+    loss: Table
+    """Options of ``trainer.loss``."""
+    advantage: Advantage
+    evaluation: EvaluationSection
+    run: RunSection
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at ``path`` with ``section.key=value`` overrides applied.
+
+    Raises ``ConfigError`` with the file, the key, the value found and what is allowed.
+    """
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        for assignment in overrides:
+            tables = override(tables, assignment)
+        return _read_recipe(path, tables)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_secret(key: str, variable: str) -> str:
+    """The value of an environment variable whose name stands at ``key``; ``ConfigError`` if it is not set."""
+    secret = os.environ.get(variable)
+    if not secret:
+        raise ConfigError.for_value(key, variable, "the name of an environment variable that is set")
+    return secret
+
+
+def cache_directory() -> Path:
+    """Where models made by ``model.source`` are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+
+
+def _read_recipe(path: Path, tables: Table) -> Recipe:
+    kinds = {name: kind for name, kind in get_type_hints(Recipe).items() if name not in ("path", "tables")}
+    require_known(tables, kinds, "recipe")
+    special = {"env": _read_env, "loss": _read_loss, "advantage": _read_advantage, "optimizer": _read_optimizer}
+    sections: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        table = tables.get(name, {})
+        if not isinstance(table, Mapping):
+            raise ConfigError.for_value(name, table, "a table")
+        sections[name] = special[name](table) if name in special else read_table(kind, table, name)
+    return Recipe(path=path, tables=tables, **sections)
+
+
+def _read_env(table: Table) -> EnvSection:
+    factory = {key: value for key, value in table.items() if key == "factory"}
+    options = {key: value for key, value in table.items() if key != "factory"}
+    return dataclasses.replace(read_table(EnvSection, factory, "env"), options=options)
+
+
+def _read_loss(table: Table) -> Table:
+    return table
+
+
+def _read_advantage(table: Table) -> Advantage:
+    kind = table.get("kind", "group_centered")
+    if kind not in _ADVANTAGES:
+        raise ConfigError.for_value("advantage.kind", kind, "one of " + ", ".join(map(repr, _ADVANTAGES)))
+    return read_table(_ADVANTAGES[kind], {key: value for key, value in table.items() if key != "kind"}, "advantage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LearningRate:
+    """The keys of ``[optimizer]`` that say how ``lr`` changes over the run; the others are Adam's."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.schedule == "constant" and (self.warmup or self.floor):
+            raise ConfigError.for_value("optimizer.schedule", self.schedule, "'cosine' if warmup or floor is set")
+
+
+def _read_optimizer(table: Table) -> Adam:
+    own = {entry.name for entry in dataclasses.fields(_LearningRate)}
+    adam = {entry.name for entry in dataclasses.fields(Adam)}
+    require_known(table, adam | own, "optimizer")
+    rate = read_table(_LearningRate, {key: value for key, value in table.items() if key in own}, "optimizer")
+    optimizer = read_table(Adam, {key: value for key, value in table.items() if key not in own}, "optimizer")
+    if rate.schedule == "constant":
+        return optimizer
+    return dataclasses.replace(optimizer, schedule=cosine(warmup=rate.warmup, floor=rate.floor))

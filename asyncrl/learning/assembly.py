@@ -1,0 +1,189 @@
+"""From the groups of a step to training sequences: rewards, advantages, weights, masks, and the step's one divisor.
+
+Chunks can be trained before the batch is complete. Whatever factor needs the whole batch (the divisor of ``normalize``, a
+batch-wide standard deviation) is kept out of the sequences and divided once at the optimizer step, so the gradient does not
+depend on how the batch was cut or in which order its groups came.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.errors import StalenessError
+from asyncrl.learning.advantages import Advantage, GroupCentered
+from asyncrl.learning.base import ChunkResult, TrainingSequence
+from asyncrl.learning.normalize import Divisor, Normalize, token_weight
+from asyncrl.scheduling.rules import Truncation
+from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
+
+__all__ = ["StepAssembly"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class StepAssembly:
+    """Owns the books of one trainer step: ``add`` its chunks, ``finish`` once, then read ``divisor``.
+
+    ``version`` is committed while the step trains. A span older than ``max_staleness`` is masked with ``mask_stale``,
+    else it is a broken promise and raises ``StalenessError``; None has no bound.
+    """
+
+    def __init__(  # noqa: PLR0913  one for each rule that meets here
+        self,
+        *,
+        advantage: Advantage,
+        normalize: Normalize,
+        truncation: Truncation,
+        min_members: int,
+        temperature: float,
+        version: int,
+        max_staleness: int | None,
+        mask_stale: bool,
+    ) -> None:
+        self._advantage = advantage
+        self._normalize = normalize
+        self._truncation = truncation
+        self._min_members = min_members
+        self._temperature = temperature
+        self._version = version
+        self._max_staleness = max_staleness
+        self._mask_stale = mask_stale
+        self._groups: list[Group] = []
+        self._waiting: list[Group] = []
+        # Groups whose advantages need the rewards of the whole batch.
+        self._divisor = Divisor(normalize)
+        self._active_groups = 0
+        self._tokens = 0
+        self._sums: Counter[str] = Counter()
+
+    def add(self, groups: Sequence[Group]) -> list[TrainingSequence]:
+        """The sequences of a chunk that can be trained before the batch is complete."""
+        self._groups += groups
+        self._drop_truncated(groups)
+        sequences: list[TrainingSequence] = []
+        for group in groups:
+            rewards = self._rewards(group)
+            present = [reward for reward in rewards if reward is not None]
+            if isinstance(self._advantage, GroupCentered) and len(present) >= self._min_members:
+                sequences += self._sequences(group, self._advantage.center(rewards, baseline=present))
+            else:
+                self._waiting.append(group)
+        return sequences
+
+    def finish(self) -> list[TrainingSequence]:
+        """The batch is complete: the sequences that had to wait for that."""
+        rewards = [self._rewards(group) for group in self._groups]
+        advantages = self._advantage(rewards, min_members=self._min_members)
+        # What is divided out globally must not be in these already.
+        scale = self._advantage_scale()
+        waiting = {group.index for group in self._waiting}
+        return [
+            sequence
+            for group, group_advantages in zip(self._groups, advantages, strict=True)
+            if group.index in waiting
+            for sequence in self._sequences(group, [advantage * scale for advantage in group_advantages])
+        ]
+
+    def record(self, result: ChunkResult) -> None:
+        """Add up what a forward-backward pass reported."""
+        self._tokens += result.tokens
+        self._sums.update(dict(result.sums))
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if some trained token has an advantage."""
+        return self._tokens > 0
+
+    @property
+    def divisor(self) -> float:
+        """What the accumulated gradient is divided by, once, before the optimizer step."""
+        return self._divisor.value * self._advantage_scale()
+
+    def losses(self) -> Mapping[str, float]:
+        """``loss`` over the divisor, everything else over the trained tokens."""
+        tokens = max(1, self._tokens)
+        return {key: value / (self.divisor if key == "loss" else tokens) for key, value in self._sums.items()}
+
+    def metrics(self) -> Mapping[str, float]:
+        """What only this knows of the step."""
+        return {"train/active_groups": float(self._active_groups)}
+
+    def _advantage_scale(self) -> float:
+        if not isinstance(self._advantage, GroupCentered) or self._advantage.standardize != "batch":
+            return 1.0
+        rewards = [self._rewards(group) for group in self._groups]
+        plain = GroupCentered(eps=self._advantage.eps)(rewards, min_members=self._min_members)
+        return self._advantage.batch_scale(rewards, plain)
+
+    def _drop_truncated(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for member in group.members_G:
+                if member.truncated is not None and self._truncation.policy(member.truncated).startswith("drop"):
+                    member.dropped = DropReason.TRUNCATED
+
+    def _rewards(self, group: Group) -> list[float | None]:
+        return [self._reward(member) for member in group.members_G]
+
+    def _reward(self, member: Trajectory) -> float | None:
+        if member.reward is None or member.truncated is None:
+            return member.reward
+        rule = self._truncation.policy(member.truncated)
+        if rule == "drop_and_exclude_from_baseline":
+            return None
+        return 0.0 if rule == "zero_reward" else member.reward
+
+    def _sequences(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
+        masks = [self._mask(member) for member in group.members_G]
+        tokens_G = [int(mask.sum()) for mask in masks]
+        self._divisor.add(tokens_G)
+        self._active_groups += any(tokens_G)
+        return [
+            self._sequence(
+                member,
+                mask,
+                advantage,
+                token_weight(self._normalize, tokens=tokens, group_tokens=sum(tokens_G)),
+            )
+            for member, mask, advantage, tokens in zip(group.members_G, masks, advantages, tokens_G, strict=True)
+            if tokens and advantage != 0.0
+        ]
+
+    def _sequence(self, member: Trajectory, mask: BoolArray, advantage: float, weight: float) -> TrainingSequence:
+        logprobs = [
+            np.zeros(len(span.tokens), dtype=np.float32) if span.logprobs is None else span.logprobs
+            for span in member.spans
+        ]
+        # What follows the last trained token conditions nothing that is trained.
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        return TrainingSequence(
+            tokens=member.tokens()[:end],
+            logprobs=np.concatenate(logprobs)[:end],
+            mask=mask[:end],
+            advantage=advantage,
+            weight=weight,
+            temperature=self._temperature,
+        )
+
+    def _mask(self, member: Trajectory) -> BoolArray:
+        """(context_tokens,) True where a token is trained; all False for a member that is not."""
+        trained = member.dropped is None and member.reward is not None
+        parts = [np.full(len(span.tokens), trained and self._trainable(span, member)) for span in member.spans]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.bool_)
+
+    def _trainable(self, span: Span, member: Trajectory) -> bool:
+        if span.kind is not SpanKind.GENERATED:
+            return False
+        if span.version is None:
+            raise StalenessError(f"trajectory {member.id} has a generated span without a version")
+        if self._max_staleness is None or self._version - span.version <= self._max_staleness:
+            return True
+        if not self._mask_stale:
+            raise StalenessError(
+                f"trajectory {member.id} has a segment of version {span.version}, which would be trained at version "
+                f"{self._version} with max_staleness {self._max_staleness}"
+            )
+        return False

@@ -1,0 +1,89 @@
+"""Adam and its learning-rate schedule, as values; the step itself is the learner's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncrl.errors import ConfigError
+from asyncrl.learning.base import OptimizerSettings
+from asyncrl.scheduling.rules import require_count
+
+__all__ = ["Adam", "Cosine", "LearningRateSchedule", "cosine"]
+
+
+class LearningRateSchedule(Protocol):
+    """A factor of the learning rate for batch ``n`` (from 0) of ``steps``; it counts batches without gradient too."""
+
+    def __call__(self, n: int, steps: int) -> float:
+        """At least 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine:
+    """Linear warm-up over ``warmup`` steps, then half a cosine down to ``floor``."""
+
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_count("optimizer.warmup", self.warmup, least=0)
+        if not 0 <= self.floor <= 1:
+            raise ConfigError.for_value("optimizer.floor", self.floor, "between 0 and 1")
+
+    def __call__(self, n: int, steps: int) -> float:
+        """See ``LearningRateSchedule``."""
+        if n < self.warmup:
+            return (n + 1) / self.warmup
+        progress = min(1.0, (n - self.warmup) / max(1, steps - self.warmup - 1))
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def cosine(*, warmup: int = 0, floor: float = 0.0) -> Cosine:
+    """The cosine schedule for ``Adam(schedule=..)``."""
+    return Cosine(warmup=warmup, floor=floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    """Shorter memory than the usual 0.999: rewards, and with them gradients, change quickly."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float | None = None
+    """Largest norm of the whole gradient; None does not clip."""
+    schedule: LearningRateSchedule | None = None
+    """None keeps ``lr`` constant."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < math.inf:
+            raise ConfigError.for_value("optimizer.lr", self.lr, "a finite number of more than 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError.for_value(f"optimizer.{name}", getattr(self, name), "at least 0 and less than 1")
+        if not self.eps > 0:
+            raise ConfigError.for_value("optimizer.eps", self.eps, "more than 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError.for_value("optimizer.weight_decay", self.weight_decay, "at least 0")
+        if self.grad_clip_norm is not None and not self.grad_clip_norm > 0:
+            raise ConfigError.for_value("optimizer.grad_clip_norm", self.grad_clip_norm, "more than 0")
+
+    def settings(self, n: int, steps: int) -> OptimizerSettings:
+        """The numbers for batch ``n`` (from 0) of ``steps``."""
+        factor = 1.0 if self.schedule is None else self.schedule(n, steps)
+        if factor < 0:
+            raise ConfigError.for_value(f"optimizer.schedule({n}, {steps})", factor, "at least 0")
+        return OptimizerSettings(
+            lr=self.lr * factor,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            grad_clip_norm=self.grad_clip_norm,
+        )

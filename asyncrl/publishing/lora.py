@@ -1,0 +1,147 @@
+"""LoraPublisher: each version is an immutable adapter folder under a name of its own.
+
+Loading an adapter disturbs nobody, and old versions stay beside the newest: keeping a trajectory on its version is
+keeping a name. A version is unloaded when nobody uses it, by count and never by age, and its folder is removed only
+after every server has let go of it: a server reads the folder again if a late request names an unloaded adapter.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import anyio
+
+from asyncrl.errors import ConfigError, RequestRefused, SamplingError, StalenessError
+from asyncrl.learning.base import Learner
+from asyncrl.publishing.base import Address
+from asyncrl.publishing.delivery import Delivery
+from asyncrl.publishing.probe import Probe
+from asyncrl.publishing.staging import Release, Staging
+from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.sglang import SGLang
+
+__all__ = ["LoraPublisher"]
+
+_KEPT = 2
+# The newest, and the one before it for requests that were stamped while the newest was published.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class LoraPublisher:
+    """Publishes the learner's adapter to the servers of ``sampler``.
+
+    ``directory``: where adapter folders are written, the same path on every server.
+    ``run_name``: runs that share servers need different ones; left-over adapters of an earlier process of the same run
+    are unloaded. ``probe``: None makes one for the learner's model.
+    """
+
+    def __init__(
+        self, learner: Learner, sampler: SGLang, directory: Path, run_name: str, *, probe: Probe | None = None
+    ) -> None:
+        if not _NAME.fullmatch(run_name):
+            raise ConfigError.for_value("policy.name", run_name, "letters, digits, '.', '_' and '-'")
+        self._sampler = sampler
+        self._staging = Staging(learner, directory, probe)
+        # A name is never used twice, not even by a run that resumes: servers may remember what it was.
+        self._prefix = f"{run_name}-{uuid.uuid4().hex[:8]}"
+        self._ours = re.compile(re.escape(run_name) + r"-[0-9a-f]{8}-v\d+")
+        self._releases: dict[int, Release] = {}
+        self._newest = -1
+        self._holders: Counter[int] = Counter()
+        self._unloading: set[str] = set()
+        self._delivery = Delivery(sampler, self._install)
+
+    @property
+    def pins_versions(self) -> bool:
+        """Older versions stay loaded while somebody holds them."""
+        return True
+
+    async def stage(self, version: int) -> None:
+        """Write the adapter's folder and note what the learner says about the probe."""
+        self._releases[version] = await self._staging.stage(version)
+
+    async def publish(self, version: int) -> float:
+        """Load the staged adapter everywhere; see ``Publisher``."""
+        difference = await self._delivery.to_all(self._releases[version])
+        self._newest = version
+        self._retire_unused()
+        return difference
+
+    def address(self, version: int) -> Address:
+        """The adapter's name. Asking for a version that was never published or is retired is a bug."""
+        if version > self._newest or version not in self._releases:
+            raise StalenessError(f"version {version} is not loaded; loaded are {sorted(self._releases)}")
+        return Address(adapter=self._name(version), extra_key=f"v{version}")
+
+    def hold(self, version: int) -> None:
+        """Keep ``version`` loaded until it is released as often as it was held."""
+        self._holders[version] += 1
+
+    def release(self, version: int) -> None:
+        """Undo one ``hold``."""
+        self._holders[version] -= 1
+        if self._holders[version] == 0:
+            del self._holders[version]
+            self._retire_unused()
+
+    def _name(self, version: int) -> str:
+        return f"{self._prefix}-v{version}"
+
+    async def _install(self, server: ServerControl, release: Release) -> float:
+        """Load what the server lacks, check the newest, and sweep out what nobody will ask for again."""
+        loaded = await server.adapters()
+        for wanted in list(self._releases.values()):
+            if wanted.version <= release.version and self._name(wanted.version) not in loaded:
+                await self._load(server, wanted)
+        adapter = self._name(release.version)
+        difference = await self._staging.check(server, release, adapter=adapter)
+        wanted_names = {self._name(version) for version in self._releases} | self._unloading
+        for name in sorted(loaded - wanted_names):
+            if self._ours.fullmatch(name):
+                self._sampler.spawn(partial(self._unload, server, name))
+        return difference
+
+    async def _load(self, server: ServerControl, release: Release) -> None:
+        name = self._name(release.version)
+        try:
+            await server.load_adapter(name, release.folder)
+        except RequestRefused:
+            # The answer to an earlier attempt may have been lost after the server had done it.
+            if name not in await server.adapters():
+                raise
+
+    def _retire_unused(self) -> None:
+        published = sorted(version for version in self._releases if version <= self._newest)
+        for version in published[:-_KEPT]:
+            if version not in self._holders:
+                self._sampler.spawn(partial(self._retire, self._releases.pop(version)))
+
+    async def _retire(self, release: Release) -> None:
+        name = self._name(release.version)
+        kept: list[str] = []
+
+        async def unload(server: ServerControl) -> None:
+            if not await self._unload(server, name):
+                kept.append(server.url)
+
+        self._unloading.add(name)
+        async with anyio.create_task_group() as tasks:
+            for server in self._sampler.live:
+                tasks.start_soon(unload, server)
+        self._unloading.discard(name)
+        if not kept:
+            await self._staging.remove(release)
+
+    async def _unload(self, server: ServerControl, name: str) -> bool:
+        """True if ``server`` let go of the adapter. What it still has is tried again at the next installation."""
+        try:
+            with anyio.fail_after(self._sampler.timeouts.publication_s):
+                await server.unload_adapter(name)
+        except (SamplingError, TimeoutError) as error:
+            self._sampler.notice("adapter_not_unloaded", url=server.url, adapter=name, reason=repr(error))
+            return False
+        return True

@@ -1,0 +1,266 @@
+"""The environment: what a conversation starts with, how it goes on, and what it was worth.
+
+A user subclasses ``Env``. Its methods may be asynchronous, or plain functions, which then run in a thread and never on
+the event loop. The default ``on_turn`` runs the tool calls of a turn together and answers in their order.
+
+An ordinary exception of a tool is text for the model. A timeout, a lost connection or an ``InfrastructureError`` is not
+the model's fault: it ends the trajectory. Whether that is tried again is the group's business.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from asyncrl.errors import AsyncRLError, ConfigError, InfrastructureError
+from asyncrl.iteration import first_error
+from asyncrl.rollout.tools import Tool, deadline
+from asyncrl.types import Message, Row, ToolCall, Trajectory, TruncationCause
+
+__all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "call_user", "env_factory"]
+
+T = TypeVar("T")
+Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
+
+_USER_THREADS = 32
+# Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
+_user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
+_UNREADABLE = "error: the tool call could not be read; give the tool's name and its arguments as one JSON object"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """The environment's answer to a turn: new messages, and for once a bound on the next turn's tokens."""
+
+    messages: Sequence[Message]
+    max_turn_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_turn_tokens is not None and self.max_turn_tokens < 1:
+            raise ConfigError.for_value(
+                "TurnResult.max_turn_tokens", self.max_turn_tokens, "a positive integer or None"
+            )
+
+
+class Env(ABC):
+    """One task. Pass the class or a factory, and each trajectory gets its own, closed at its end; pass an instance, and
+    all trajectories share it and nobody closes it.
+
+    Example::
+
+        class Sums(rl.Env):
+            async def reset(self, row):
+                return [{"role": "user", "content": f"{row['a']} + {row['b']} ="}]
+
+            async def reward(self, traj, row):
+                return float(traj.final_text.strip() == str(row["a"] + row["b"]))
+    """
+
+    tools: Sequence[Tool] = ()
+    """What the model may call. Methods decorated with ``tool`` are added, unless the class sets this itself."""
+    recovery: Recovery = "drop"
+    """What a resumed run does with an unfinished trajectory: start it anew, go on with a fresh environment
+    (``stateless``), or with one that ``restore`` brought back (``snapshot``)."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "tools" not in vars(cls):
+            declared = {value.name: value for value in vars(cls).values() if isinstance(value, Tool)}
+            cls.tools = tuple(({tool.name: tool for tool in cls.tools} | declared).values())
+
+    @abstractmethod
+    def reset(self, row: Row) -> list[Message] | Awaitable[list[Message]]:
+        """Begin a conversation: the messages that the model reads first."""
+
+    async def on_turn(self, traj: Trajectory) -> list[Message] | TurnResult | None:
+        """Answer the last turn with new messages, or end the conversation with None.
+
+        By default: the results of the turn's tool calls, in their order; None if it has no call.
+        """
+        return await _run_tools(self, traj) if traj.tool_calls else None
+
+    @abstractmethod
+    def reward(self, traj: Trajectory, row: Row) -> float | Awaitable[float]:
+        """What the finished conversation is worth: a finite number. Raising drops the trajectory."""
+
+    async def on_truncated(self, traj: Trajectory, row: Row, cause: TruncationCause) -> float:
+        """What a conversation is worth that ran out of budget; 0.0 by default."""
+        return 0.0
+
+    async def snapshot(self, traj: Trajectory) -> Any:
+        """A JSON value from which ``restore`` brings this environment back (``recovery="snapshot"``)."""
+        raise NotImplementedError
+
+    async def restore(self, traj: Trajectory, state: Any) -> None:
+        """Bring a fresh environment to where ``snapshot`` was taken, instead of ``reset``."""
+        raise NotImplementedError
+
+    async def close(self) -> None:  # noqa: B027  most environments hold nothing, so it is not abstract
+        """Free what the environment holds. Called once, also after an error or cancellation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvFactory:
+    """Where trajectories get their environment."""
+
+    create: Callable[[], Env]
+    owned: bool
+    """True if each trajectory has its own and closes it."""
+
+
+def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
+    """Take an instance, a class or a function without arguments. Raises ``ConfigError`` for anything else."""
+    if isinstance(env, Env):
+        shared = _valid(env)
+        return EnvFactory(create=lambda: shared, owned=False)
+    if not callable(env) or (isinstance(env, type) and not issubclass(env, Env)):
+        raise ConfigError.for_value(
+            "env", env, "an Env, a subclass of it, or a function without arguments that makes one"
+        )
+    if isinstance(env, type):
+        if missing := sorted(getattr(env, "__abstractmethods__", ())):
+            raise ConfigError(f"env {env.__name__} lacks the method(s) {', '.join(missing)}")
+        _valid(env)
+    try:
+        inspect.signature(env).bind()
+    except TypeError as error:
+        raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
+    return EnvFactory(create=lambda: _valid(env()), owned=True)
+
+
+E = TypeVar("E", Env, type[Env])
+
+
+def _valid(env: E) -> E:
+    """Check what the type system cannot; works on a class too, so that a mistake shows before anything starts."""
+    kind = env if isinstance(env, type) else type(env)
+    if not issubclass(kind, Env):
+        raise ConfigError.for_value("what env makes", env, "an Env")
+    if env.recovery not in get_args(Recovery):
+        raise ConfigError.for_value(f"{kind.__name__}.recovery", env.recovery, f"one of {get_args(Recovery)}")
+    if env.recovery == "snapshot" and (kind.snapshot is Env.snapshot or kind.restore is Env.restore):
+        raise ConfigError(f"{kind.__name__}.recovery is 'snapshot', but it does not define both snapshot and restore")
+    if not isinstance(env.tools, Sequence) or not all(isinstance(tool, Tool) for tool in env.tools):
+        raise ConfigError.for_value(f"{kind.__name__}.tools", env.tools, "a sequence of functions decorated with tool")
+    names = [tool.name for tool in env.tools]
+    if len(set(names)) < len(names):
+        raise ConfigError.for_value(f"{kind.__name__}.tools", names, "tools with different names")
+    return env
+
+
+@overload
+async def call_user(function: Callable[..., Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
+@overload
+async def call_user(function: Callable[..., T | Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
+async def call_user(function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> Any:
+    """Call a user's function, asynchronous or not; a plain one runs in one of a bounded number of threads.
+
+    Raises ``RolloutTimeout`` after ``timeout`` seconds (a thread cannot be ended: it goes on until its function
+    returns), ``InfrastructureError`` for a timeout or a lost connection inside, and whatever else the function raises.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    with deadline(name, timeout):
+        return await _call(name, function, args)
+
+
+async def _call(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        result = await anyio.to_thread.run_sync(partial(function, *args), limiter=_threads(), abandon_on_cancel=True)
+        return await result if inspect.isawaitable(result) else result
+    except Exception as error:  # noqa: BLE001  raised again below
+        failure = _blamed(name, error)
+    raise failure  # outside of the handler, so that it keeps its own cause
+
+
+def _blamed(what: str, error: Exception) -> BaseException:
+    """The error to raise for ``error``: what the machinery did becomes an ``InfrastructureError``.
+
+    User code may have task groups of its own; the first error in them counts.
+    """
+    first = first_error(error)
+    if isinstance(first, AsyncRLError) or not isinstance(first, TimeoutError | ConnectionError):
+        return first
+    failure = InfrastructureError(f"{what}: {type(first).__name__}: {first}")
+    failure.__cause__ = first
+    return failure
+
+
+def _threads() -> anyio.CapacityLimiter:
+    """The limiter of this event loop."""
+    try:
+        return _user_threads.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_USER_THREADS)
+        _user_threads.set(limiter)
+        return limiter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """What came of one tool call."""
+
+    content: str
+    failed: bool
+    seconds: float = 0.0
+
+
+async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
+    """Run the calls of the last turn together. Nothing is counted before all have ended: it may have to run again."""
+    tools = {tool.name: tool for tool in env.tools}
+    calls = traj.tool_calls
+    replies = [await _reply(calls[0], tools, env)] if len(calls) == 1 else await _together(calls, tools, env)
+    for call, reply in zip(calls, replies, strict=True):
+        traj.add_metric("tool_calls", 1)
+        traj.add_metric("tool_errors", reply.failed)
+        traj.add_metric("tool_seconds", reply.seconds)
+        if call.name in tools:  # what a model makes up must not become a metric
+            traj.add_metric(f"tool_calls/{call.name}", 1)
+    return [
+        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply.content}
+        for call, reply in zip(calls, replies, strict=True)
+    ]
+
+
+async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: Env) -> list[_Reply]:
+    replies: dict[int, _Reply] = {}
+
+    async def run(index: int) -> None:
+        replies[index] = await _reply(calls[index], tools, env)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(calls)):
+                tasks.start_soon(run, index)
+        return [replies[index] for index in range(len(calls))]
+    except ExceptionGroup as group:
+        failure = first_error(group)
+    raise failure
+
+
+async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
+    """What the model reads; raises only what is not its fault."""
+    if call.arguments is None:
+        return _Reply(content=_UNREADABLE, failed=True)
+    if call.name not in tools:
+        known = ", ".join(sorted(tools)) or "none"
+        return _Reply(content=f"error: there is no tool {call.name!r}; there are: {known}", failed=True)
+    started = anyio.current_time()
+    try:
+        content = await tools[call.name].__get__(env).run(call.arguments)
+        return _Reply(content=content, failed=False, seconds=anyio.current_time() - started)
+    except Exception as error:  # noqa: BLE001  raised again below, or told to the model
+        failure = _blamed(f"tool {call.name!r}", error)
+    if isinstance(failure, AsyncRLError):
+        raise failure
+    content = f"error: {type(failure).__name__}: {failure}"
+    return _Reply(content=content, failed=True, seconds=anyio.current_time() - started)

@@ -1,0 +1,355 @@
+"""AsyncTrainer: sample, wait for the barrier, train, commit, publish, again.
+
+Four loops run beside each other in one task group; their only shared state is the owners in ``scheduling``::
+
+    loop        consumes              produces            waits for                       unblocked by
+    admission   rows                  groups (tasks)      a slot                          publication, a dropped group
+    group       a reservation         a finished group    its members                     sampler and environment
+    trainer     a batch of groups     a version           enough groups, and the barrier  a finished group
+    publisher   a staged version      a published one     the servers                     their acknowledgement
+
+The trainer's steps are in lock-step with the caller's loop: the next one starts when the caller asks for it. Sampling does
+not wait for the caller. ``max_staleness=0`` needs no mode: its slots admit the current batch only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from asyncrl.engine import EngineSession, RolloutEngine
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation import Evaluator
+from asyncrl.events import (
+    BarrierOpened,
+    BatchTaken,
+    ChunkTrained,
+    Events,
+    GroupAdmitted,
+    GroupBorn,
+    LearnerStepped,
+    StepFinished,
+    VersionCommitted,
+    VersionPublished,
+)
+from asyncrl.iteration import Consumer, iterate
+from asyncrl.learning.advantages import Advantage, GroupCentered
+from asyncrl.learning.assembly import StepAssembly
+from asyncrl.learning.losses import Loss, loss_from
+from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.optimizer import Adam
+from asyncrl.observe.metrics import MetricsRecorder, batch_metrics
+from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, overlap_rule
+from asyncrl.scheduling.admission import Admission
+from asyncrl.scheduling.batches import Batches
+from asyncrl.scheduling.rules import (
+    BatchOrder,
+    ForwardBackwardBatch,
+    GroupCompletion,
+    StalePolicy,
+    Truncation,
+    require_count,
+)
+from asyncrl.types import Group, Row, Step
+
+__all__ = ["AsyncTrainer", "run"]
+
+
+class AsyncTrainer:
+    """Trains the engine's policy.
+
+    ``groups_per_step`` groups of ``group_size`` trajectories make a batch; each batch with a gradient makes a version.
+    ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
+    ``loss``: "cispo", "ppo", "decoupled_ppo", "importance_sampling", "policy_gradient" or a loss object.
+    ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
+    ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and masks
+    spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound (``allow_unbounded_staleness=True``).
+    ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch`` sets
+    its chunk size; None turns it off.
+    ``events``: the stream that reports everything that happens.
+    """
+
+    def __init__(  # noqa: PLR0913  the options of a run; everything in here only composes them
+        self,
+        *,
+        engine: RolloutEngine,
+        groups_per_step: int,
+        optimizer: Adam,
+        group_size: int = 16,
+        max_staleness: int = 2,
+        advantage: Advantage | None = None,
+        completion: GroupCompletion | None = None,
+        loss: str | Loss = "cispo",
+        normalize: Normalize = "token",
+        stale_policy: StalePolicy = "wait",
+        batch_order: BatchOrder = "completion",
+        repeat_dataset: bool = True,
+        truncation: Truncation | None = None,
+        forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None = "auto",
+        evaluator: Evaluator | None = None,
+        allow_trajectory_loss: bool = False,
+        allow_unbounded_staleness: bool = False,
+        events: Events | None = None,
+    ) -> None:
+        self.engine = engine
+        self.evaluator = evaluator
+        self.events = events or Events()
+        advantage = advantage or GroupCentered()
+        self._plan = TrainingPlan(
+            optimizer=optimizer,
+            advantage=advantage,
+            completion=completion or GroupCompletion(),
+            loss=loss_from(loss),
+            normalize=normalize,
+            groups_per_step=groups_per_step,
+            group_size=group_size,
+            max_staleness=max_staleness,
+            stale_policy=stale_policy,
+            batch_order=batch_order,
+            repeat_dataset=repeat_dataset,
+            truncation=truncation or Truncation(),
+            overlap=overlap_rule(forward_backward_batch, max_staleness, stale_policy, advantage),
+        )
+        check_plan(self._plan, engine)
+        check_acknowledged(
+            self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness
+        )
+
+    def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
+        """Train for ``steps`` batches and yield a ``Step`` after each.
+
+        Rows are used in order, again from the start when they end (``repeat_dataset``). Leaving the loop stops the run:
+        rollouts are cancelled and servers that the policy started are ended.
+        """
+        require_count("steps", steps, least=1)
+        rows = list(rows)
+        if not rows:
+            raise ConfigError.for_value("rows", rows, "a sequence with at least one row")
+        batches = math.ceil(len(rows) / self._plan.groups_per_step)
+        if not self._plan.repeat_dataset and steps > batches:
+            raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
+
+        async def produce(consumer: Consumer[Step]) -> None:
+            async with self.engine.opened(self.events) as session:
+                training = _Training(self._plan, session, self.engine, rows, steps, self.evaluator)
+                await training.run(consumer)
+
+        return iterate(produce)
+
+
+class _Training:
+    """One run: the owners of its state, and the loops around them."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        session: EngineSession,
+        engine: RolloutEngine,
+        rows: Sequence[Row],
+        steps: int,
+        evaluator: Evaluator | None,
+    ) -> None:
+        self.plan = plan
+        self.session = session
+        self.clock = session.clock
+        self.events = session.events
+        self.rows = rows
+        self.steps = steps
+        self.evaluator = evaluator
+        self.temperature = engine.settings.temperature
+        groups = steps * plan.groups_per_step
+        self.groups = groups if plan.repeat_dataset else min(groups, len(rows))
+        self.admission = Admission(
+            slots=engine.schedule.slots(groups_per_step=plan.groups_per_step, max_staleness=plan.max_staleness),
+            max_staleness=plan.max_staleness,
+        )
+        self.batches = Batches(
+            admission=self.admission,
+            clock=self.clock,
+            groups_per_step=plan.groups_per_step,
+            order=plan.batch_order,
+            bounded=plan.stale_policy == "wait",
+        )
+        self.recorder = MetricsRecorder(started=anyio.current_time())
+
+    async def run(self, consumer: Consumer[Step]) -> None:
+        """All loops, until the last step was handed over."""
+        unsubscribe = self.events.subscribe(self.recorder.observe)
+        # As many versions may wait for publication as the bound allows the trainer to be ahead.
+        staged, versions = anyio.create_memory_object_stream[int](max(1, self.plan.max_staleness))
+        try:
+            with staged, versions:
+                async with anyio.create_task_group() as tasks:
+                    evaluated = await self._evaluate(0)
+                    tasks.start_soon(self._publish, versions)
+                    tasks.start_soon(self._admit)
+                    for n in range(1, self.steps + 1):
+                        await consumer.wanted()
+                        await consumer.give(await self._step(n, staged, evaluated))
+                        evaluated = {}
+                    await self.clock.wait_published(self.clock.committed)
+                    tasks.cancel_scope.cancel()
+        finally:
+            unsubscribe()
+
+    async def _admit(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            while self.admission.admitted < self.groups:
+                group = await self.admission.admit()
+                self.events.emit(GroupAdmitted(time=anyio.current_time(), group=group))
+                tasks.start_soon(self._roll_out, group)
+
+    async def _roll_out(self, group: int) -> None:
+        row = self.rows[group % len(self.rows)]
+        self.batches.put(await self.session.group(group, row, self.plan.group_size, on_birth=self._birth))
+
+    def _birth(self, group: int, version: int) -> None:
+        due = self.admission.birth(group, version)
+        if due is not None:
+            self.events.emit(GroupBorn(time=anyio.current_time(), group=group, version=version, due=due))
+
+    async def _publish(self, versions: MemoryObjectReceiveStream[int]) -> None:
+        async for version in versions:
+            started = anyio.current_time()
+            difference = await self.session.policy.publisher.publish(version)
+            self.clock.publish(version)
+            self.admission.published(version)
+            now = anyio.current_time()
+            self.events.emit(
+                VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference)
+            )
+
+    async def _step(self, n: int, staged: MemoryObjectSendStream[int], evaluated: Mapping[str, float]) -> Step:
+        started = anyio.current_time()
+        version = self.clock.committed
+        assembly = StepAssembly(
+            advantage=self.plan.advantage,
+            normalize=self.plan.normalize,
+            truncation=self.plan.truncation,
+            min_members=self.plan.completion.min_members,
+            temperature=self.temperature,
+            version=version,
+            max_staleness=None if self.plan.stale_policy == "keep" else self.plan.max_staleness,
+            mask_stale=self.plan.stale_policy == "mask_span",
+        )
+        groups, losses = await self._forward_backward(n, assembly)
+        optimized: Mapping[str, float] = {}
+        if assembly.has_gradient:
+            optimized = await self._update(n, assembly.divisor)
+            await staged.send(self.clock.committed)
+        else:
+            self.admission.settle(None)
+        evaluated = {**evaluated, **await self._evaluate(n)}
+        now = anyio.current_time()
+        metrics = {
+            **self.recorder.take(now, reserved_groups=self.admission.outstanding),
+            **batch_metrics(groups, version=version, max_staleness=self.plan.max_staleness),
+            **assembly.metrics(),
+            **{f"loss/{key}": value for key, value in losses.items()},
+            **{f"optimizer/{key}": value for key, value in optimized.items()},
+            **{f"eval/{key}": value for key, value in evaluated.items()},
+            "train/batch_seconds": now - started,
+        }
+        self.events.emit(StepFinished(time=now, n=n, model_step=self.clock.committed, metrics=metrics))
+        trajectories = [member for group in groups for member in group.members_G]
+        return Step(n=n, model_step=self.clock.committed, metrics=metrics, trajectories=trajectories)
+
+    async def _forward_backward(self, n: int, assembly: StepAssembly) -> tuple[list[Group], Mapping[str, float]]:
+        """Take the batch, whole or in chunks, and accumulate its gradient."""
+        remaining = min(self.plan.groups_per_step, self.groups - (n - 1) * self.plan.groups_per_step)
+        groups: list[Group] = []
+        while remaining:
+            if self.plan.overlap is None:
+                chunk = await self._take(remaining)
+            else:
+                chunk = await self.batches.take_chunk(remaining, self.plan.overlap)
+            remaining -= len(chunk)
+            groups += chunk
+            now = anyio.current_time()
+            indices = tuple(group.index for group in chunk)
+            self.events.emit(BatchTaken(time=now, n=n, version=self.clock.committed, groups=indices))
+            sequences = assembly.add(chunk) if remaining else [*assembly.add(chunk), *assembly.finish()]
+            if sequences:
+                await self._train_chunk(n, assembly, sequences)
+        return groups, assembly.losses()
+
+    async def _take(self, size: int) -> list[Group]:
+        batch = await self.batches.take(size)
+        for wait in self.batches.waits:
+            self.events.emit(
+                BarrierOpened(
+                    time=anyio.current_time(), seconds=wait.seconds, group=-1 if wait.group is None else wait.group
+                )
+            )
+        self.batches.waits.clear()
+        return batch
+
+    async def _train_chunk(self, n: int, assembly: StepAssembly, sequences: Sequence[Any]) -> None:
+        learner = self.session.policy.learner
+        started = anyio.current_time()
+        try:
+            if self.plan.loss.needs_proximal:
+                await learner.prepare_step(sequences)
+            result = await learner.forward_backward(sequences, self.plan.loss)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await learner.discard_gradients()
+            raise
+        assembly.record(result)
+        now = anyio.current_time()
+        self.events.emit(
+            ChunkTrained(time=now, n=n, sequences=len(sequences), tokens=result.tokens, seconds=now - started)
+        )
+
+    async def _update(self, n: int, divisor: float) -> Mapping[str, float]:
+        """The optimizer step, its version, and that version's snapshot for the publisher."""
+        started = anyio.current_time()
+        settings = self.plan.optimizer.settings(n - 1, self.steps)
+        optimized = await self.session.policy.learner.optimizer_step(settings, divisor=divisor)
+        version = self.clock.commit()
+        self.admission.settle(version)
+        now = anyio.current_time()
+        self.events.emit(LearnerStepped(time=now, n=n, seconds=now - started))
+        self.events.emit(VersionCommitted(time=now, version=version))
+        await self.session.policy.publisher.stage(version)
+        return optimized
+
+    async def _evaluate(self, n: int) -> Mapping[str, float]:
+        """Measure the committed policy if an evaluation is due after step ``n``."""
+        if self.evaluator is None or not self.evaluator.due(n, self.steps):
+            return {}
+        await self.clock.wait_published(self.clock.committed)
+        return await self.evaluator.evaluate(self.session)
+
+
+def run(
+    trainer: AsyncTrainer,
+    rows: Sequence[Row],
+    *,
+    steps: int,
+    on_step: Callable[[Step], Awaitable[None]] | Callable[[Step], None] | None = None,
+) -> list[Step]:
+    """Run ``trainer`` to the end from code that has no event loop, and return its steps.
+
+    ``on_step`` is awaited if it is a coroutine function and runs in a worker thread if it is not.
+    """
+
+    async def main() -> list[Step]:
+        steps_done = []
+        async for step in trainer.run(rows, steps=steps):
+            steps_done.append(step)
+            if on_step is None:
+                continue
+            if inspect.iscoroutinefunction(on_step):
+                await on_step(step)
+            else:
+                await anyio.to_thread.run_sync(on_step, step)
+        return steps_done
+
+    return anyio.run(main)

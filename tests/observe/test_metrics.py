@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl.events import (
+    BarrierOpened,
+    BatchTaken,
+    ChunkTrained,
+    LearnerStepped,
+    SegmentSampled,
+    VersionCommitted,
+    VersionPublished,
+)
+from asyncrl.observe.metrics import MetricsRecorder, batch_metrics
+from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
+
+
+def _trajectory(
+    reward: float | None, *, spans: tuple[tuple[int, int], ...] = (), truncated: TruncationCause | None = None
+) -> Trajectory:
+    """A trajectory with generated ``spans`` of (version, tokens)."""
+    traj = Trajectory(id="t", group=0, member=0, row=None, seed=0, reward=reward, truncated=truncated)
+    for version, count in spans:
+        traj.append(
+            Span(
+                kind=SpanKind.GENERATED,
+                tokens=np.ones(count, dtype=np.int32),
+                logprobs=np.zeros(count, dtype=np.float32),
+                version=version,
+            )
+        )
+    return traj
+
+
+def _group(*members: Trajectory, seconds: float = 0.0) -> Group:
+    return Group(index=0, row=None, members_G=members, seconds=seconds)
+
+
+def _segment(*, tokens: int = 10, prompt: int = 100, cached: int = 60) -> SegmentSampled:
+    return SegmentSampled(
+        time=1.0,
+        group=0,
+        member=0,
+        version=0,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        tokens=tokens,
+        queue_seconds=0.5,
+        seconds=2.0,
+    )
+
+
+def test_rewards_are_those_of_the_members_that_have_one() -> None:
+    """A failed member counts as failed and not as reward 0."""
+    failed = _trajectory(None)
+    failed.dropped = DropReason.FAILED
+    metrics = batch_metrics([_group(_trajectory(1.0), _trajectory(3.0), failed)], version=0, max_staleness=0)
+    assert metrics["reward/mean"] == 2.0
+    assert metrics["reward/std"] == 1.0
+    assert metrics["groups/failed_members"] == 1.0
+
+
+def test_a_group_of_equal_rewards_has_no_variance() -> None:
+    """It gives no gradient, so its share says how much sampling was in vain."""
+    same = _group(_trajectory(1.0), _trajectory(1.0))
+    mixed = _group(_trajectory(1.0), _trajectory(0.0))
+    metrics = batch_metrics([same, mixed, mixed, mixed], version=0, max_staleness=0)
+    assert metrics["reward/zero_variance_group_frac"] == 0.25
+
+
+def test_ages_are_counted_for_each_span_whatever_its_length() -> None:
+    """Ages 0, 1 and 2 of one span each: the long one does not weigh more."""
+    traj = _trajectory(1.0, spans=((3, 1), (4, 1000), (5, 1)))
+    metrics = batch_metrics([_group(traj)], version=5, max_staleness=2)
+    assert metrics["staleness/span_age_p50"] == 1.0
+    assert metrics["staleness/span_age_p99"] == 2.0
+    assert metrics["staleness/span_age_max"] == 2.0
+
+
+def test_the_masked_fraction_counts_tokens_beyond_the_bound() -> None:
+    """30 of 40 tokens are three versions old."""
+    groups = [_group(_trajectory(1.0, spans=((2, 30), (5, 10))))]
+    assert batch_metrics(groups, version=5, max_staleness=2)["staleness/frac_masked"] == 0.75
+    assert batch_metrics(groups, version=5, max_staleness=3)["staleness/frac_masked"] == 0.0
+    assert batch_metrics(groups, version=5, max_staleness=None)["staleness/frac_masked"] == 0.0
+
+
+def test_lengths_truncation_and_waiting() -> None:
+    """Tokens per trajectory, the share of each cause, and the mean time to complete a group."""
+    long = _trajectory(0.0, spans=((0, 30),), truncated=TruncationCause.TURNS)
+    groups = [
+        _group(_trajectory(1.0, spans=((0, 10),)), long, seconds=1.0),
+        _group(_trajectory(1.0, spans=((0, 20),)), _trajectory(1.0, spans=((0, 20),)), seconds=3.0),
+    ]
+    metrics = batch_metrics(groups, version=0, max_staleness=0)
+    assert metrics["train/generated_tokens"] == 80.0
+    assert metrics["length/generated_p50"] == 20.0
+    assert metrics["length/generated_p99"] == 30.0
+    assert metrics["truncated/turns"] == 0.25
+    assert metrics["truncated/context"] == 0.0
+    assert metrics["groups/mean_wait_seconds"] == 2.0
+
+
+def test_environment_numbers_are_summed() -> None:
+    """``rollout/<key>`` is the sum over the batch of what trajectories added."""
+    first, second = _trajectory(1.0), _trajectory(1.0)
+    first.add_metric("tool_calls", 2)
+    second.add_metric("tool_calls", 3)
+    assert batch_metrics([_group(first, second)], version=0, max_staleness=0)["rollout/tool_calls"] == 5.0
+
+
+def test_an_interval_sums_what_happened_in_it() -> None:
+    """Two requests in four seconds, with the rate and the cached share that follow from them."""
+    recorder = MetricsRecorder(started=10.0)
+    recorder.observe(_segment(tokens=10, prompt=100, cached=60))
+    recorder.observe(_segment(tokens=30, prompt=100, cached=40))
+    metrics = recorder.take(14.0, reserved_groups=3, inflight_requests=7)
+    assert metrics["sampling/requests"] == 2.0
+    assert metrics["sampling/generated_tokens"] == 40.0
+    assert metrics["sampling/prompt_tokens"] == 200.0
+    assert metrics["sampling/cached_prompt_tokens"] == 100.0
+    assert metrics["sampling/queue_seconds"] == 1.0
+    assert metrics["sampling/request_seconds"] == 4.0
+    assert metrics["sampling/interval_seconds"] == 4.0
+    assert metrics["sampling/generated_tokens_per_second"] == 10.0
+    assert metrics["sampling/cached_prompt_fraction"] == 0.5
+    assert metrics["sampling/inflight_requests"] == 7.0
+    assert metrics["staleness/reserved_groups"] == 3.0
+
+
+def test_an_interval_sums_training_and_waiting() -> None:
+    """Chunks add up; the batch's time runs from its first chunk to the end of the step."""
+    recorder = MetricsRecorder(started=0.0)
+    recorder.observe(BarrierOpened(time=1.0, seconds=0.25, group=4))
+    recorder.observe(BatchTaken(time=2.0, n=1, version=0, groups=(0, 1)))
+    recorder.observe(BatchTaken(time=3.0, n=1, version=0, groups=(2,)))
+    recorder.observe(ChunkTrained(time=4.0, n=1, sequences=4, tokens=40, seconds=1.0))
+    recorder.observe(ChunkTrained(time=5.0, n=1, sequences=2, tokens=20, seconds=0.5))
+    recorder.observe(LearnerStepped(time=6.0, n=1, seconds=0.125))
+    recorder.observe(VersionCommitted(time=6.0, version=1))
+    recorder.observe(VersionPublished(time=7.0, version=1, seconds=0.75, probe_error=0.0))
+    metrics = recorder.take(8.0)
+    assert metrics["staleness/wait_seconds"] == 0.25
+    assert metrics["staleness/wait_count"] == 1.0
+    assert metrics["train/backward_chunks"] == 2.0
+    assert metrics["train/active_sequences"] == 6.0
+    assert metrics["train/active_tokens"] == 60.0
+    assert metrics["train/forward_backward_seconds"] == 1.5
+    assert metrics["train/optimizer_seconds"] == 0.125
+    assert metrics["train/publication_seconds"] == 0.75
+    assert metrics["train/updated"] == 1.0
+    assert metrics["train/batch_seconds"] == 6.0
+
+
+def test_every_step_has_the_same_keys() -> None:
+    """Zero instead of missing: a logger that fixes its columns at the first step keeps them."""
+    recorder = MetricsRecorder(started=0.0)
+    recorder.observe(_segment())
+    recorder.observe(BatchTaken(time=0.5, n=1, version=0, groups=(0,)))
+    busy = recorder.take(1.0)
+    idle = recorder.take(3.0)
+    assert busy.keys() == idle.keys()
+    assert {key: value for key, value in idle.items() if value} == {"sampling/interval_seconds": 2.0}
+    assert batch_metrics([], version=0, max_staleness=0).keys() == (
+        batch_metrics([_group(_trajectory(1.0, spans=((0, 3),)))], version=0, max_staleness=0).keys()
+    )
+
+
+@pytest.mark.parametrize("cause", TruncationCause)
+def test_every_truncation_cause_is_a_metric(cause: TruncationCause) -> None:
+    """A new cause cannot be forgotten."""
+    groups = [_group(_trajectory(0.0, truncated=cause))]
+    assert batch_metrics(groups, version=0, max_staleness=0)[f"truncated/{cause.value}"] == 1.0

@@ -1,0 +1,130 @@
+"""Servers that die, restart, hang and lose answers while versions are published and trajectories sample."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.errors import ProtocolError
+from asyncrl.publishing.base import Publisher
+from asyncrl.publishing.disk import DiskPublisher
+from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.publishing.probe import Probe
+from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.testing.clock import run_virtual
+from asyncrl.testing.server import Fault, ScriptedServer, network
+from asyncrl.testing.theta import ThetaLearner, theta_logprobs
+from asyncrl.types import Segment
+
+pytestmark = pytest.mark.slow
+
+PROBE = Probe(tokens=np.arange(8, dtype=np.int32))
+ROUTES = ["/generate", "/load_lora_adapter", "/unload_lora_adapter", "/update_weights_from_disk", "/flush_cache"]
+FAULTS = [Fault(status=503), Fault(drop=True), Fault(lose=True)]
+VERSIONS, SERVERS, TRAJECTORIES = 12, 3, 12
+
+
+class _World:
+    """One run. ``segments`` has what was sampled, with the version that it was asked of."""
+
+    def __init__(self, directory: Path, seed: int, *, lora: bool) -> None:
+        self.random = random.Random(seed)
+        self.servers = {
+            f"http://s{number}": ScriptedServer(seconds=lambda call: self.random.expovariate(0.5))
+            for number in range(SERVERS)
+        }
+        self.learner = ThetaLearner()
+        self.sampler = SGLang(list(self.servers), transport=network(self.servers), retries=20)
+        self.publisher: Publisher = (
+            LoraPublisher(self.learner, self.sampler, directory, "run", probe=PROBE)
+            if lora
+            else DiskPublisher(self.learner, self.sampler, directory, probe=PROBE)
+        )
+        self.published = -1
+        self.segments: list[Segment] = []
+        self.refused = 0
+
+    async def run(self) -> None:
+        """Publish all versions; everything else goes on until they are."""
+        async with self.sampler.opened():
+            await self._publish(0)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._break_things)
+                for number in range(TRAJECTORIES):
+                    tasks.start_soon(self._trajectory, number)
+                for version in range(1, VERSIONS):
+                    await anyio.sleep(self.random.uniform(1, 20))
+                    await self._publish(version)
+                tasks.cancel_scope.cancel()
+
+    async def _publish(self, version: int) -> None:
+        self.learner.theta = version / 10
+        await self.publisher.stage(version)
+        await self.publisher.publish(version)
+        self.published = version
+
+    async def _trajectory(self, number: int) -> None:
+        while True:
+            version = self.published
+            self.publisher.hold(version)
+            for _ in range(self.random.randint(1, 6)):
+                address = self.publisher.address(version)
+                request = SegmentRequest(
+                    trajectory_id=str(number),
+                    input_ids=np.array([number], dtype=np.int32),
+                    max_new_tokens=4,
+                    version=version,
+                    adapter=address.adapter,
+                    extra_key=address.extra_key,
+                )
+                try:
+                    self.segments.append(await self.sampler.sample(request))
+                except ProtocolError:
+                    # From a server that was started anew; a rollout would begin again.
+                    self.refused += 1
+            self.publisher.release(version)
+
+    async def _break_things(self) -> None:
+        while True:
+            await anyio.sleep(self.random.expovariate(0.5))
+            server = self.random.choice(list(self.servers.values()))
+            match self.random.randrange(3):
+                case 0:
+                    server.fault(self.random.choice(ROUTES), self.random.choice(FAULTS))
+                case 1:
+                    server.restart()
+                case 2:
+                    server.down = True
+                    await anyio.sleep(self.random.expovariate(0.1))
+                    server.down = False
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_adapter_segment_is_of_the_version_that_it_says(
+    tmp_path: Path, seed: int, threads_in_place: None
+) -> None:
+    """Whatever breaks in whatever order, no token comes from other weights, and nothing piles up."""
+    world = _World(tmp_path, seed, lora=True)
+    run_virtual(world.run, seed=seed)
+    assert len(world.segments) > 50
+    for segment in world.segments:
+        (span,) = segment.versions
+        np.testing.assert_array_equal(segment.logprobs, theta_logprobs(segment.tokens, span.version / 10))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_segment_of_full_weights_is_of_the_versions_that_it_says(
+    tmp_path: Path, seed: int, threads_in_place: None
+) -> None:
+    """A token of a server that came back with other weights is never taken for one of ours."""
+    world = _World(tmp_path, seed, lora=False)
+    run_virtual(world.run, seed=seed)
+    assert len(world.segments) > 50
+    for segment in world.segments:
+        first = segment.versions[0].version
+        np.testing.assert_array_equal(segment.logprobs, theta_logprobs(segment.tokens, first / 10))

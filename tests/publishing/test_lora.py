@@ -1,0 +1,258 @@
+"""Publishing adapters, against scripted servers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError, ProbeMismatch, PublicationError, StalenessError
+from asyncrl.events import Event, Notice
+from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.publishing.probe import Probe
+from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.testing.server import Fault, ScriptedServer, network
+from asyncrl.testing.theta import ThetaLearner, theta_logprobs, write_theta
+from asyncrl.types import Segment
+
+URL, OTHER = "http://one:30000", "http://two:30000"
+PROBE = Probe(tokens=np.arange(8, dtype=np.int32))
+
+
+class Run:
+    """A learner, servers and the publisher between them."""
+
+    def __init__(self, directory: Path, servers: dict[str, ScriptedServer]) -> None:
+        self.directory = directory
+        self.learner = ThetaLearner()
+        self.sampler = SGLang(list(servers), transport=network(servers))
+        self.publisher = LoraPublisher(self.learner, self.sampler, directory, "run", probe=PROBE)
+        self.notices: list[str] = []
+        self.sampler.events.subscribe(self._note)
+        self.changed = anyio.Event()
+
+    def _note(self, event: Event) -> None:
+        assert isinstance(event, Notice)
+        self.notices.append(event.name)
+
+    async def publish(self, *versions: int) -> None:
+        for version in versions:
+            self.learner.theta = version / 10
+            await self.publisher.stage(version)
+            await self.publisher.publish(version)
+
+    async def sample(self, version: int, key: str = "t") -> Segment:
+        address = self.publisher.address(version)
+        request = SegmentRequest(
+            trajectory_id=key,
+            input_ids=np.arange(3, dtype=np.int32),
+            max_new_tokens=2,
+            version=version,
+            adapter=address.adapter,
+            extra_key=address.extra_key,
+        )
+        return await self.sampler.sample(request)
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+
+@asynccontextmanager
+async def _running(directory: Path, *servers: ScriptedServer) -> AsyncGenerator[Run, None]:
+    run = Run(directory, dict(zip((URL, OTHER), servers, strict=False)))
+    async with run.sampler.opened():
+        yield run
+
+
+def _versions(server: ScriptedServer) -> list[int]:
+    return sorted(int(name.rsplit("-v", 1)[1]) for name in server.adapters)
+
+
+async def test_each_version_is_a_folder_and_an_adapter_of_its_own(tmp_path: Path) -> None:
+    """Both of two versions can be asked for, and each answers with its own weights."""
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        await run.publish(0, 1)
+        for version in (0, 1):
+            segment = await run.sample(version)
+            assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
+            assert [span.version for span in segment.versions] == [version]
+        assert run.folders() == ["v000000", "v000001"]
+        assert [call.extra_key for call in one.generated] == ["v0", "v1"]
+        assert all(":" not in name for name in one.adapters)
+
+
+async def test_fifty_versions_leave_two_adapters_and_two_folders(tmp_path: Path) -> None:
+    """Nothing piles up on the servers or on the disk."""
+    one, two = ScriptedServer(), ScriptedServer()
+    async with _running(tmp_path, one, two) as run:
+        for version in range(50):
+            await run.publish(version)
+            assert len(one.adapters) <= 4
+        await one.wait_until(lambda: len(one.adapters) == 2)
+        await two.wait_until(lambda: len(two.adapters) == 2)
+        assert _versions(one) == _versions(two) == [48, 49]
+    assert len(run.folders()) <= 3  # the last removal may have been overtaken by the end of the run
+
+
+async def test_a_held_version_stays_until_its_last_holder_is_gone(tmp_path: Path) -> None:
+    """Versions are counted out, not aged out; after the release the adapter and then its folder go."""
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        run.publisher.hold(0)
+        await run.publish(1, 2, 3, 4)
+        run.publisher.release(0)
+        await one.wait_until(lambda: _versions(one) == [0, 3, 4])
+        assert (await run.sample(0)).versions[0].version == 0
+        assert one.reloaded == []
+        assert "v000000" in run.folders()
+        run.publisher.release(0)
+        await one.wait_until(lambda: _versions(one) == [3, 4])
+        with pytest.raises(StalenessError, match="version 0 is not loaded"):
+            run.publisher.address(0)
+
+
+async def test_a_version_is_not_served_before_it_is_published(tmp_path: Path) -> None:
+    """Staging alone names nothing."""
+    async with _running(tmp_path, ScriptedServer()) as run:
+        await run.publisher.stage(0)
+        with pytest.raises(StalenessError, match="version 0"):
+            run.publisher.address(0)
+
+
+async def test_a_folder_is_never_removed_before_the_server_let_go_of_it(tmp_path: Path) -> None:
+    """While an unload is not answered, publication goes on and the folder stays; then it goes."""
+    one = ScriptedServer()
+    one.fault("/unload_lora_adapter", Fault(hold=True))
+    async with _running(tmp_path, one) as run:
+        await run.publish(0, 1, 2)
+        await one.wait_until(lambda: any(route == "/unload_lora_adapter" for route, _ in one.calls))
+        await run.publish(3)
+        assert "v000000" in run.folders()
+        one.release()
+        await one.wait_until(lambda: _versions(one) == [2, 3])
+
+
+def _refuse(reply: dict[str, object]) -> None:
+    reply["success"] = False
+    reply["error_message"] = "no memory"
+
+
+@pytest.mark.parametrize("fault", [Fault(status=500), Fault(edit=_refuse)])
+async def test_a_failed_unload_is_reported_and_tried_again(tmp_path: Path, fault: Fault) -> None:
+    """It is not fatal; the next installation sweeps what is left, and its folder was kept."""
+    one = ScriptedServer()
+    one.fault("/unload_lora_adapter", fault if fault.status else Fault(ignore=True, edit=_refuse))
+    async with _running(tmp_path, one) as run:
+        await run.publish(0, 1, 2)
+        await one.wait_until(lambda: "adapter_not_unloaded" in run.notices)
+        assert "v000000" in run.folders()
+        await run.publish(3)
+        await one.wait_until(lambda: _versions(one) == [2, 3])
+
+
+async def test_adapters_of_an_earlier_process_of_the_run_are_swept(tmp_path: Path) -> None:
+    """Left-overs go; adapters of other runs and of nobody stay, also if their name begins in the same way."""
+    one = ScriptedServer()
+    write_theta(tmp_path, 0.0)
+    others = {"run-other-00000000-v1", "runner-00000000-v1", "mine"}
+    one.adapters = dict.fromkeys({"run-00000000-v7", *others}, tmp_path)
+    async with _running(tmp_path / "published", one) as run:
+        await run.publish(0)
+        await one.wait_until(lambda: "run-00000000-v7" not in one.adapters)
+        assert others < set(one.adapters)
+
+
+async def test_an_adapter_that_the_server_does_not_use_stops_the_run(tmp_path: Path) -> None:
+    """The server takes the adapter and answers with the base weights: the probe sees it, and says both values."""
+    async with _running(tmp_path, ScriptedServer(), ScriptedServer(ignores_adapters=True)) as run:
+        await run.publish(0)
+        with pytest.raises(ProbeMismatch, match=r"http://two:30000 does not hold version 1.*-1\.00.*-1\.10"):
+            await run.publish(1)
+
+
+async def test_the_reference_is_the_staged_version_and_not_the_learner_of_later(tmp_path: Path) -> None:
+    """The learner has moved on when a version is published."""
+    async with _running(tmp_path, ScriptedServer()) as run:
+        await run.publisher.stage(0)
+        run.learner.theta = 5.0
+        assert await run.publisher.publish(0) == 0.0
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize(
+    "fault", [Fault(status=500), Fault(status=400), Fault(drop=True), Fault(ignore=True, edit=_refuse)]
+)
+async def test_a_server_that_does_not_take_a_version_is_quarantined(tmp_path: Path, fault: Fault) -> None:
+    """The others have it, requests go there, and the server comes back with the version."""
+    one, two = ScriptedServer(), ScriptedServer()
+    async with _running(tmp_path, one, two) as run:
+        await run.publish(0)
+        one.fault("/load_lora_adapter", fault)
+        await run.publish(1)
+        assert [server.url for server in run.sampler.live] == [OTHER]
+        assert {(await run.sample(1, str(key))).server for key in range(8)} == {OTHER}
+        await anyio.sleep(10)
+        assert _versions(one) == [0, 1]
+        assert run.notices == ["server_quarantined", "server_returned"]
+        assert {(await run.sample(1, str(key))).server for key in range(8)} == {URL, OTHER}
+
+
+@pytest.mark.virtual_clock
+async def test_a_server_that_hangs_in_a_load_holds_the_publication_for_a_bounded_time(tmp_path: Path) -> None:
+    """At the deadline it is quarantined, and the version is live on the others."""
+    one, two = ScriptedServer(), ScriptedServer()
+    async with _running(tmp_path, one, two) as run:
+        one.fault("/load_lora_adapter", Fault(hold=True))
+        await run.publish(0)
+        assert anyio.current_time() == run.sampler.timeouts.publication_s
+        assert [server.url for server in run.sampler.live] == [OTHER]
+
+
+@pytest.mark.virtual_clock
+async def test_a_load_whose_answer_was_lost_counts_once_it_is_there(tmp_path: Path) -> None:
+    """The second attempt finds the adapter loaded, and does not fail because its name is in use."""
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        one.fault("/load_lora_adapter", Fault(lose=True))
+        await run.publish(0)
+        assert (await run.sample(0)).server == URL
+
+
+@pytest.mark.virtual_clock
+async def test_without_a_server_left_publication_fails_with_the_reason(tmp_path: Path) -> None:
+    """The run must stop, and say why no server has the version."""
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        one.fault("/load_lora_adapter", *[Fault(status=500, body=b'{"error":{"message":"disk full"}}')] * 99)
+        with pytest.raises(PublicationError, match=r"no server took version 0.*disk full"):
+            await run.publish(0)
+
+
+@pytest.mark.virtual_clock
+async def test_a_restarted_server_gets_all_versions_in_use_before_its_next_request(tmp_path: Path) -> None:
+    """It forgot everything; the request that finds out is answered all the same, by the right weights."""
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        await run.publish(1, 2, 3)
+        one.restart()
+        segment = await run.sample(3)
+        assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, 0.3))
+        assert _versions(one) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["a:b", "", "a b", "../a"])
+async def test_names_that_servers_or_paths_misread_are_refused(tmp_path: Path, name: str) -> None:
+    """A colon, for one, separates base model and adapter on some routes."""
+    sampler = SGLang([URL])
+    with pytest.raises(ConfigError, match=r"policy\.name"):
+        LoraPublisher(ThetaLearner(), sampler, tmp_path, name, probe=PROBE)

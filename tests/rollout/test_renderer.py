@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.renderer import ChatRenderer, TextRenderer, load_renderer
+from asyncrl.rollout.tools import tool
+from asyncrl.types import IntArray, Message
+
+MakeTokenizer = Callable[[str | None], Any]
+TERMINATORS = {"chatml": "<|im_end|>", "llama": "<|eot_id|>", "qwen": "<|im_end|>"}
+FAMILIES = sorted(TERMINATORS)
+
+USER: Message = {"role": "user", "content": "2+2?"}
+MODEL: Message = {"role": "assistant", "content": "4"}
+AGAIN: Message = {"role": "user", "content": "sure?"}
+RESULT: Message = {"role": "tool", "name": "add", "tool_call_id": "call_0", "content": "four"}
+
+
+@tool
+async def add(a: int, b: int) -> str:
+    """Add."""
+    return str(a + b)
+
+
+class Recorder:
+    """A tokenizer that remembers what it encoded, and in which thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.texts.append(text)
+        self.threads.add(threading.get_ident())
+        return self._tokenizer.encode(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def ids(tokenizer: Any, text: str) -> IntArray:
+    """The text's tokens, special ones included."""
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def text(tokenizer: Any, tokens: IntArray) -> str:
+    """What the tokens say, special ones included."""
+    return str(tokenizer.decode(tokens.tolist()))
+
+
+def rendered(tokenizer: Any, messages: list[Message]) -> str:
+    """The template's own text of a whole conversation."""
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_prompt_is_what_the_template_writes(make_tokenizer: MakeTokenizer, family: str) -> None:
+    """It opens the model's message, and it is int32."""
+    tokenizer = make_tokenizer(family)
+    prompt = await ChatRenderer(tokenizer).prompt([USER], ())
+    assert prompt.dtype == np.int32
+    assert text(tokenizer, prompt) == rendered(tokenizer, [USER])
+
+
+async def test_tools_are_announced_in_the_prompt(make_tokenizer: MakeTokenizer) -> None:
+    """As the template does it, from their schemas."""
+    tokenizer = make_tokenizer("chatml")
+    prompt = text(tokenizer, await ChatRenderer(tokenizer).prompt([USER], (add,)))
+    assert '"name": "add"' in prompt
+    assert '"required": ["a", "b"]' in prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reply", [[AGAIN], [RESULT], [RESULT, RESULT], [RESULT, AGAIN]])
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_conversation_reads_as_the_template_writes_it(
+    make_tokenizer: MakeTokenizer, family: str, reply: list[Message], ended: bool
+) -> None:
+    """Prompt, sampled ids and framing together are the template's text, whether or not the turn had its terminator."""
+    tokenizer = make_tokenizer(family)
+    renderer = ChatRenderer(tokenizer)
+    opening = "<think>\n\n</think>\n\n" if family == "qwen" and AGAIN not in reply else ""
+    turn = ids(tokenizer, opening + "4" + TERMINATORS[family] * ended)
+    prompt = await renderer.prompt([USER], ())
+    framing = await renderer.continuation([USER, MODEL], reply, turn, ())
+    whole = np.concatenate([prompt, turn, framing])
+    assert text(tokenizer, whole) == rendered(tokenizer, [USER, MODEL, *reply])
+    assert whole.tolist() == ids(tokenizer, rendered(tokenizer, [USER, MODEL, *reply])).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_terminator_is_never_there_twice_or_missing(make_tokenizer: MakeTokenizer, family: str) -> None:
+    """One that was sampled is not repeated; one that is missing, or another end token in its place, brings it in."""
+    tokenizer = make_tokenizer(family)
+    renderer = ChatRenderer(tokenizer)
+    end = ids(tokenizer, TERMINATORS[family])[0]
+    for turn, expected in [("4" + TERMINATORS[family], 0), ("4", 1), ("4<eos>", 1), ("", 1)]:
+        framing = await renderer.continuation([], [AGAIN], ids(tokenizer, turn), ())
+        between = framing[: framing.tolist().index(ids(tokenizer, "s")[0])]
+        assert (between == end).sum() == expected
+        assert (framing[0] == end) == bool(expected)
+
+
+async def test_sampled_ids_are_never_encoded_again(make_tokenizer: MakeTokenizer) -> None:
+    """A token that encoding would not give changes nothing about the framing, and is only decoded to be read."""
+    tokenizer = make_tokenizer("chatml")
+    recorder = Recorder(tokenizer)
+    renderer = ChatRenderer(recorder)
+    recorder.texts.clear()
+    merged = np.asarray([*tokenizer.convert_tokens_to_ids(["ab", "<|im_end|>"])], dtype=np.int32)
+    assert ids(tokenizer, text(tokenizer, merged)).tolist() != merged.tolist()
+    kept = merged.copy()
+    framing = await renderer.continuation([USER], [AGAIN], merged, ())
+    assert text(tokenizer, framing) == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.parse(merged).message["content"] == "ab"
+    assert merged.tolist() == kept.tolist()
+    assert not any("ab" in encoded for encoded in recorder.texts)
+
+
+async def test_a_turn_costs_its_new_text_only(make_tokenizer: MakeTokenizer) -> None:
+    """What stands in the conversation already is not tokenised again."""
+    recorder = Recorder(make_tokenizer("chatml"))
+    renderer = ChatRenderer(recorder)
+    recorder.texts.clear()
+    history: list[Message] = [{"role": "user", "content": "history " * 1000}, MODEL]
+    await renderer.continuation(history, [AGAIN], ids(recorder, "4"), ())
+    (encoded,) = [seen for seen in recorder.texts if seen != "4"]
+    assert encoded == "<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_reasoning_that_a_template_would_drop_stays(make_tokenizer: MakeTokenizer) -> None:
+    """The template strips thoughts from earlier turns; the sampled ids stand as they are, and framing follows them."""
+    tokenizer = make_tokenizer("qwen")
+    renderer = ChatRenderer(tokenizer)
+    turn = ids(tokenizer, "<think>\nHm\n</think>\n\n4<|im_end|>")
+    framing = await renderer.continuation([USER], [AGAIN], turn, ())
+    assert text(tokenizer, framing) == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer.parse(turn).message["content"] == "<think>\nHm\n</think>\n\n4"
+
+
+async def test_messages_that_hold_the_mark_are_whole(make_tokenizer: MakeTokenizer) -> None:
+    """What an environment writes cannot be mistaken for the model's message."""
+    tokenizer = make_tokenizer("chatml")
+    new = [{"role": "user", "content": "asyncrl:turn asyncrl:turn"}]
+    framing = await ChatRenderer(tokenizer).continuation([], new, ids(tokenizer, "4<|im_end|>"), ())
+    assert "user\nasyncrl:turn asyncrl:turn<|im_end|>" in text(tokenizer, framing)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{{ m.role }}: {{ m.content }}\n", "same special token"),
+        ("{{ m.content }}<eos>{{ loop.index }}", "depends on earlier turns"),
+        ("{{ m.content | upper }}<eos>", "does not write a model message as it is"),
+        ("{{ m.content }}{{ '<eos>' if loop.last else '<bos>' }}", "same special token"),
+        ("{{ raise_exception('users only') if m.role != 'user' }}", "refuses messages of the roles .*users only"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused(make_tokenizer: MakeTokenizer, body: str, reason: str) -> None:
+    """At construction, with the reason."""
+    with pytest.raises(ConfigError, match=reason):
+        ChatRenderer(make_tokenizer("{% for m in messages %}" + body + "{% endfor %}"))
+
+
+def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    """The message names the other renderer."""
+    with pytest.raises(ConfigError, match="text renderer"):
+        ChatRenderer(make_tokenizer(None))
+
+
+async def test_a_role_that_the_template_does_not_know_is_an_error(make_tokenizer: MakeTokenizer) -> None:
+    """It is not left out of the conversation."""
+    template = make_tokenizer("chatml").chat_template.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
+    )
+    renderer = ChatRenderer(make_tokenizer(template))
+    with pytest.raises(ConfigError, match="no tools"):
+        await renderer.continuation([], [RESULT], np.empty(0, np.int32), ())
+
+
+def test_a_turn_is_read_without_what_ended_it(make_tokenizer: MakeTokenizer) -> None:
+    """Terminator, end of text or stop string, and nothing else, is left out of the message."""
+    tokenizer = make_tokenizer("chatml")
+    renderer = ChatRenderer(tokenizer, stop=["</answer>"])
+    assert renderer.stop == ("</answer>",)
+    assert renderer.stop_token_ids == tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"]))
+    for sampled in ("4 .<|im_end|>", "4 .<eos>", "4 .", "4 .</answer>", "4 .</answer>7<|im_end|>"):
+        assert renderer.parse(ids(tokenizer, sampled)).message == {"role": "assistant", "content": "4 ."}
+    assert renderer.parse(np.empty(0, np.int32)).message["content"] == ""
+    assert renderer.parse(ids(tokenizer, "<|im_start|>")).message["content"] == "<|im_start|>"
+
+
+def test_calls_are_read_from_a_turn(make_tokenizer: MakeTokenizer) -> None:
+    """In Hermes form, or in the form that the tokenizer brings along."""
+    tokenizer = make_tokenizer("chatml")
+    hermes = ids(tokenizer, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>')
+    (call,) = ChatRenderer(tokenizer).parse(hermes, (add,)).tool_calls
+    assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+    assert TextRenderer(tokenizer).parse(hermes).tool_calls == (call,)
+
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {},
+            "tool_calls": {
+                "open_pattern": r"(?P<name>\w+)\(",
+                "close": ")",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>\w+)"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }
+    (own,) = ChatRenderer(tokenizer).parse(ids(tokenizer, "add(a=1 b=2)<|im_end|>"), (add,)).tool_calls
+    assert own == call
+
+
+async def test_text_is_concatenated(make_tokenizer: MakeTokenizer) -> None:
+    """Nothing stands between messages, and nothing ends a turn."""
+    tokenizer = make_tokenizer(None)
+    renderer = TextRenderer(tokenizer, stop=["\n"])
+    prompt = await renderer.prompt([{"role": "system", "content": "Sums.\n"}, USER], ())
+    turn = ids(tokenizer, "4\n")
+    framing = await renderer.continuation([], [AGAIN, USER], turn, ())
+    assert text(tokenizer, np.concatenate([prompt, turn, framing])) == "Sums.\n2+2?4\nsure?2+2?"
+    assert renderer.parse(turn).message == {"role": "assistant", "content": "4"}
+    assert renderer.stop_token_ids == (tokenizer.eos_token_id,)
+    assert len(await renderer.continuation([], [], turn, ())) == 0
+
+
+async def test_text_begins_with_the_token_that_the_model_wants_there(make_tokenizer: MakeTokenizer) -> None:
+    """Once, in front of the prompt and not of what follows."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer(None)
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    renderer = TextRenderer(tokenizer)
+    assert (await renderer.prompt([USER], ())).tolist() == [bos, *ids(tokenizer, "2+2?").tolist()]
+    assert (await renderer.continuation([], [USER], np.empty(0, np.int32), ())).tolist() == ids(
+        tokenizer, "2+2?"
+    ).tolist()
+
+
+@pytest.mark.parametrize("make", [ChatRenderer, TextRenderer])
+@pytest.mark.parametrize("length", [100, 10_000])
+async def test_long_texts_are_tokenised_in_a_thread(
+    make_tokenizer: MakeTokenizer, make: type[ChatRenderer | TextRenderer], length: int
+) -> None:
+    """The event loop only ever tokenises short ones."""
+    recorder = Recorder(make_tokenizer("chatml"))
+    renderer = make(recorder)
+    messages: list[Message] = [{"role": "tool", "content": "x" * length}]
+    recorder.threads.clear()
+    await renderer.prompt(messages, ())
+    await renderer.continuation([], messages, np.empty(0, np.int32), ())
+    await renderer.shortened(messages, 10)
+    assert recorder.threads
+    assert (threading.get_ident() in recorder.threads) == (length == 100)
+
+
+async def test_one_tokenizer_serves_many_threads(make_tokenizer: MakeTokenizer) -> None:
+    """Long texts of several trajectories at once come out as one after the other."""
+    renderer = TextRenderer(make_tokenizer(None))
+    texts = [chr(97 + index) * 5000 for index in range(8)]
+    results: dict[int, IntArray] = {}
+
+    async def render(index: int) -> None:
+        results[index] = await renderer.prompt([{"role": "user", "content": texts[index]}], ())
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(8):
+            tasks.start_soon(render, index)
+    for index in range(8):
+        assert text(renderer.tokenizer, results[index]) == texts[index]
+
+
+async def test_only_results_of_tools_are_shortened(make_tokenizer: MakeTokenizer) -> None:
+    """Other messages, and results that fit, are the same objects as before."""
+    renderer = ChatRenderer(make_tokenizer("chatml"))
+    long: Message = {"role": "tool", "content": "x" * 100}
+    user: Message = {"role": "user", "content": "x" * 100}
+    empty: Message = {"role": "tool", "content": None}
+    result = await renderer.shortened([long, user, empty, RESULT], 60)
+    assert result[1:] == [user, empty, RESULT]
+    assert result[0]["content"].startswith("xx")
+    assert len(ids(renderer.tokenizer, result[0]["content"])) <= 60
+    assert long["content"] == "x" * 100
+
+
+@pytest.mark.slow
+def test_a_renderer_is_loaded_from_a_model_folder(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+    """Either kind, with the stop strings it was given."""
+    make_tokenizer("chatml").save_pretrained(tmp_path)
+    assert isinstance(load_renderer(tmp_path), ChatRenderer)
+    assert isinstance(load_renderer(tmp_path, "text", stop=["\n"]), TextRenderer)
+    assert load_renderer(tmp_path, "text", stop=["\n"]).stop == ("\n",)
+    with pytest.raises(ConfigError, match="renderer is 'qwen', but must be 'chat' or 'text'"):
+        load_renderer(tmp_path, "qwen")  # type: ignore[arg-type]

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl as rl
+from asyncrl import compose as composition
+from asyncrl.cli import Outcome, main
+from asyncrl.compose import ComposedRun
+from asyncrl.config import Recipe
+from asyncrl.events import EvaluationFinished, StepFinished
+from asyncrl.sampling.base import SegmentRequest
+from asyncrl.testing.scripted import END, ByteRenderer, ScriptedSampler, scripted_policy
+from asyncrl.types import Message, Row
+
+RECIPE = """
+[model]
+path = "."
+[env]
+factory = "env.py:Env"
+[data]
+train = "env.py:rows"
+[trainer]
+steps = 5
+groups_per_step = 2
+group_size = 2
+[optimizer]
+lr = 1e-3
+"""
+
+
+class OneTurn(rl.Env):
+    """Asks once; the reward counts the letters of the answer that are not A, which version 0 writes."""
+
+    async def reset(self, row: Row) -> list[Message]:
+        """The question."""
+        return [{"role": "user", "content": "?"}]
+
+    async def reward(self, traj: rl.Trajectory, row: Row) -> float:
+        """Later versions write later letters."""
+        return float(traj.final_text != "AAA")
+
+
+@dataclass
+class _Case:
+    """A recipe on disk whose composition is replaced by scripted parts."""
+
+    directory: Path
+    capture: pytest.CaptureFixture[str]
+    sample: Callable[[SegmentRequest], Sequence[int]] | None = None
+    seconds: Callable[[SegmentRequest], float] = lambda request: 0.0
+    heldout: Sequence[Row] = ()
+    recipes: list[Recipe] = field(default_factory=list)
+
+    def compose(self, recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
+        """What ``compose`` would do with the scripted policy."""
+        self.recipes.append(recipe)
+        policy = scripted_policy(sampler=ScriptedSampler(tokens=self.sample, seconds=self.seconds))
+        engine = rl.RolloutEngine(policy, env=OneTurn, renderer=ByteRenderer())
+        evaluator = rl.Evaluator(rows=self.heldout) if self.heldout else None
+        trainer = rl.AsyncTrainer(
+            engine=engine, optimizer=recipe.optimizer, groups_per_step=2, group_size=2, evaluator=evaluator
+        )
+        steps = recipe.trainer.steps
+        return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=[0, 1, 2], steps=steps)
+
+    def run(self, command: str, *arguments: str) -> tuple[int, list[str], str]:
+        """Exit code, lines of stdout, stderr."""
+        code = main([command, str(self.directory / "recipe.toml"), *arguments])
+        captured = self.capture.readouterr()
+        return code, captured.out.splitlines(), captured.err
+
+    def train(self, *arguments: str) -> tuple[int, list[str], str]:
+        """``asyncrl train`` into the folder ``run``."""
+        return self.run("train", "--run-dir", str(self.directory / "run"), *arguments)
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> _Case:
+    """A scripted run that takes no time."""
+    (tmp_path / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    case = _Case(directory=tmp_path, capture=capsys)
+    monkeypatch.setattr(composition, "compose", case.compose)
+    return case
+
+
+def _event(reward: float, age: float) -> StepFinished:
+    return StepFinished(time=0.0, n=1, model_step=1, metrics={"reward/mean": reward, "staleness/span_age_max": age})
+
+
+def test_the_summary_compares_the_first_and_last_fifth() -> None:
+    """Of 10 steps the first two with the last two; the age is the largest of all."""
+    outcome = Outcome()
+    for step in range(10):
+        outcome.observe(_event(float(step), age=2.0 if step == 5 else 0.0))
+    outcome.observe(EvaluationFinished(time=0.0, version=0, metrics={"reward_mean": 0.25}))
+    outcome.observe(EvaluationFinished(time=0.0, version=9, metrics={"reward_mean": 0.75}))
+    assert outcome.summary() == {
+        "steps": 10,
+        "max_age": 2,
+        "reward_first": 0.5,
+        "reward_last": 8.5,
+        "heldout_first": 0.25,
+        "heldout_last": 0.75,
+    }
+
+
+def test_a_summary_without_a_step_claims_no_reward() -> None:
+    """A run that was stopped early has nothing to compare."""
+    assert Outcome().summary() == {"steps": 0, "max_age": 0}
+
+
+def test_training_prints_one_line_and_leaves_its_files(case: _Case) -> None:
+    """stdout is for programs, stderr for people, the folder for both."""
+    case.heldout = [7]
+    code, lines, errors = case.train()
+    assert code == 0
+    [line] = lines
+    result = json.loads(line)
+    assert result.keys() == {
+        "steps",
+        "max_age",
+        "reward_first",
+        "reward_last",
+        "heldout_first",
+        "heldout_last",
+        "run_dir",
+        "seconds",
+    }
+    assert (result["steps"], result["run_dir"]) == (5, str(case.directory / "run"))
+    assert (result["heldout_first"], result["heldout_last"]) == (0.0, 1.0)
+    assert errors.splitlines()[0].startswith("asyncrl: loading ")
+    assert errors.count("step_finished") == 5
+    metrics = (case.directory / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(step)["n"] for step in metrics] == [1, 2, 3, 4, 5]
+    run = json.loads((case.directory / "run/run.json").read_text(encoding="utf-8"))
+    assert run["configuration"]["trainer"]["steps"] == 5
+
+
+def test_overrides_reach_the_run_and_its_file(case: _Case) -> None:
+    """``--set`` changes what is run, and what is written down as run."""
+    code, lines, _ = case.train("--set", "trainer.steps=2", "--set", "run.log=json")
+    assert code == 0
+    assert json.loads(lines[0])["steps"] == 2
+    run = json.loads((case.directory / "run/run.json").read_text(encoding="utf-8"))
+    assert run["configuration"]["trainer"]["steps"] == 2
+
+
+def test_a_run_gets_a_folder_of_its_own(case: _Case) -> None:
+    """Two runs of a recipe do not write into each other's files."""
+    folders = set()
+    for _ in range(2):
+        code, lines, _ = case.run("train", "--set", f"run.directory='{case.directory / 'runs'}'")
+        assert code == 0
+        folders.add(json.loads(lines[0])["run_dir"])
+    assert len(folders) == 2
+    assert {str(folder) for folder in (case.directory / "runs").iterdir()} == folders
+
+
+def test_the_folder_of_another_run_is_refused(case: _Case) -> None:
+    """A second run never mixes its lines into the first one's."""
+    assert case.train()[0] == 0
+    code, lines, errors = case.train()
+    assert (code, lines) == (2, [])
+    assert "--run-dir" in errors
+
+
+def test_a_wrong_recipe_is_exit_code_2_without_a_traceback(case: _Case) -> None:
+    """The message is one line, and nothing was composed."""
+    code, lines, errors = case.train("--set", "trainer.stesp=3")
+    assert (code, lines, case.recipes) == (2, [], [])
+    assert "unknown key 'stesp'; did you mean 'steps'?" in errors
+    assert "Traceback" not in errors
+    assert not (case.directory / "run").exists()
+
+
+def test_a_failing_run_is_exit_code_1_with_its_first_error(case: _Case) -> None:
+    """No traceback unless asked for; the events up to the failure are on disk."""
+
+    def fail(request: SegmentRequest) -> Sequence[int]:
+        error = LookupError("the sampler is gone")
+        error.add_note("its last words")
+        raise error
+
+    case.sample = fail
+    code, lines, errors = case.train()
+    assert (code, lines) == (1, [])
+    assert "asyncrl: failed: LookupError: the sampler is gone\nits last words\n" in errors
+    assert "Traceback" not in errors
+    assert "member_failed" in (case.directory / "run/events.jsonl").read_text(encoding="utf-8")
+
+
+def test_debug_shows_the_traceback(case: _Case) -> None:
+    """Who mends the code needs the place."""
+
+    def fail(request: SegmentRequest) -> Sequence[int]:
+        raise LookupError("the sampler is gone")
+
+    case.sample = fail
+    code, _, errors = case.train("--debug")
+    assert code == 1
+    assert "Traceback" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_the_run_in_order(case: _Case, number: signal.Signals) -> None:
+    """Exit code 0, the summary of what was done, and the files."""
+
+    sent: list[int] = []
+
+    def interrupt(request: SegmentRequest) -> Sequence[int]:
+        if request.version == 2 and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return [65, END]
+
+    case.sample = interrupt
+    code, lines, errors = case.train("--set", "trainer.steps=1000000")
+    assert code == 0
+    result = json.loads(lines[0])
+    assert result["stopped"] is True
+    assert 1 <= result["steps"] < 1000
+    assert f"{number.name}: stopping" in errors
+    metrics = (case.directory / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(metrics) == result["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_signal_exits_at_once(number: signal.Signals, code: int) -> None:
+    """Even if what the first one asked to stop never does."""
+    script = f"""
+import os, anyio
+from asyncrl.cli import _until_signal
+
+async def stuck():
+    os.kill(os.getpid(), {int(number)})
+    try:
+        await anyio.sleep_forever()
+    finally:
+        os.kill(os.getpid(), {int(number)})
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep_forever()
+
+anyio.run(_until_signal, stuck)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_keyboard_interrupt_before_the_run_has_no_traceback(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch is imported nothing listens for signals yet: Python's own interrupt ends the command."""
+
+    def interrupted(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(composition, "compose", interrupted)
+    code, lines, errors = case.train()
+    assert (code, lines) == (130, [])
+    assert "Traceback" not in errors
+
+
+def test_eval_prints_the_heldout_reward(case: _Case) -> None:
+    """Of the model as it is, without training it or leaving files."""
+    case.heldout = [7, 8]
+    before = set(case.directory.iterdir())
+    code, lines, _ = case.run("eval")
+    result = json.loads(lines[0])
+    assert code == 0
+    assert result["heldout"] == 0.0
+    assert result["trajectories"] == 4
+    assert set(case.directory.iterdir()) == before
+
+
+def test_eval_without_heldout_rows_says_what_is_missing(case: _Case) -> None:
+    """A recipe without them cannot be evaluated."""
+    code, _, errors = case.run("eval")
+    assert code == 2
+    assert "data.heldout is missing" in errors
+
+
+def test_serve_hands_its_options_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is not given is left to the server's own defaults, and the key comes from the environment."""
+    from asyncrl.sampling import serve
+
+    served: list[Any] = []
+    monkeypatch.setattr(serve, "run_server", served.append)
+    monkeypatch.setenv("ASYNCRL_TEST_KEY", "hush")
+    code = main(["serve", "--model", str(tmp_path), "--port", "0", "--api-key-env", "ASYNCRL_TEST_KEY"])
+    assert code == 0
+    assert served == [serve.ServerOptions(model=tmp_path, port=0, api_key="hush")]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_demo_is_found_and_its_recipe_is_right(case: _Case) -> None:
+    """``asyncrl demo`` needs no argument."""
+    code = main(["demo", "--run-dir", str(case.directory / "run"), "--set", "trainer.steps=2"])
+    assert code == 0
+    [recipe] = case.recipes
+    assert recipe.path.parts[-3:] == ("envs", "guess_number", "recipe.toml")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["serve"]])
+def test_a_wrong_command_line_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As argparse does it."""
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "usage: asyncrl" in capsys.readouterr().err
+
+
+def test_help_documents_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who scripts the command finds them where options are looked up."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert "exit codes:" in text
+    assert "--set section.key=value" in text

@@ -1,0 +1,204 @@
+"""What holds for the package as a whole: layers, quick import, file sizes, no bare tasks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+
+ROOT = Path(asyncrl.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {
+    ".".join(("asyncrl", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): ast.parse(
+        file.read_text(encoding="utf-8")
+    )
+    for file in FILES
+}
+# A module belongs to the first prefix that fits; it may import modules of its own layer and of lower ones.
+LAYERS = {
+    "asyncrl.types": 0,
+    "asyncrl.errors": 0,
+    "asyncrl.events": 0,
+    "asyncrl.scheduling.rules": 1,
+    "asyncrl.sampling.base": 1,
+    "asyncrl.learning.base": 1,
+    "asyncrl.publishing.base": 1,
+    "asyncrl.iteration": 2,
+    "asyncrl.rollout": 2,
+    "asyncrl.scheduling": 2,
+    "asyncrl.sampling": 2,
+    "asyncrl.learning": 2,
+    "asyncrl.publishing": 2,
+    "asyncrl.observe": 2,
+    "asyncrl.policy": 3,
+    "asyncrl.engine": 3,
+    "asyncrl.plan": 3,
+    "asyncrl.trainer": 3,
+    "asyncrl.evaluation": 3,
+    "asyncrl.checkpoint": 3,
+    "asyncrl.testing": 4,
+    "asyncrl.tables": 5,
+    "asyncrl.config": 5,
+    "asyncrl.compose": 5,
+    "asyncrl.cli": 5,
+    "asyncrl.__main__": 5,
+}
+HEAVY = {"torch", "transformers", "peft"}
+TORCH_MODULES = ("asyncrl.learning.torch_", "asyncrl.sampling.embedded.")
+BANNED = {"create_task", "ensure_future", "gather", "wait", "wait_for", "shield", "Queue"}
+# iteration.py holds the one task that no task group starts, and says why.
+TASK_STARTERS = {"asyncrl.iteration"}
+
+
+def layer(module: str) -> int:
+    """The layer of ``module``; every module has one."""
+    for prefix, number in LAYERS.items():
+        if module == prefix or module.startswith(prefix + "."):
+            return number
+    raise AssertionError(f"{module} has no layer: give it one in LAYERS")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Names of all modules that are imported anywhere in ``tree``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def imported_at_once(tree: ast.Module) -> Iterator[str]:
+    """Names of the modules that importing the module imports: not those in functions or for type checkers."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(node)
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that the module binds at its top level."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    """The value of ``__all__``, None if the module has none."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+                return [str(name) for name in ast.literal_eval(node.value)]
+    return None
+
+
+def modules_after(code: str) -> set[str]:
+    """Names of the modules that a new interpreter has loaded after running ``code``."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if name != "asyncrl"])
+def test_a_module_imports_only_its_own_layer_and_lower_ones(module: str) -> None:
+    """Dependencies point downwards: rules know no rollouts, rollouts no trainer, nothing the command line."""
+    if module.count(".") == 1 and (ROOT / module.split(".")[1]).is_dir():
+        return  # a package's own empty file
+    for name in imports(TREES[module]):
+        if name.startswith("asyncrl."):
+            assert layer(name) <= layer(module), f"{module} imports {name}, which is in a higher layer"
+
+
+def test_rules_and_values_do_no_io() -> None:
+    """The two lowest layers can be read and tested without an event loop, a socket or torch."""
+    for module, tree in TREES.items():
+        if module in LAYERS and LAYERS[module] <= 1:
+            roots = {name.partition(".")[0] for name in imports(tree)}
+            assert not roots & {*HEAVY, "anyio", "asyncio", "httpx", "subprocess", "socket", "threading"}, module
+
+
+def test_torch_is_imported_at_once_only_where_it_computes() -> None:
+    """Everything but the learner's core and the embedded server can be imported without torch."""
+    for module, tree in TREES.items():
+        if not module.startswith(TORCH_MODULES):
+            found = {name.partition(".")[0] for name in imported_at_once(tree)} & HEAVY
+            assert not found, f"{module} imports {found} at its top"
+
+
+def test_importing_asyncrl_imports_next_to_nothing() -> None:
+    """``import asyncrl`` is quick because names are loaded when they are used."""
+    loaded = modules_after("import asyncrl")
+    assert not loaded & {*HEAVY, "pydantic", "httpx", "numpy", "anyio", "structlog", "rich"}
+    assert not {name for name in loaded if name.startswith("asyncrl.")}
+
+
+@pytest.mark.slow
+def test_no_public_name_needs_torch_to_be_imported() -> None:
+    """A program can build its whole run before torch is loaded."""
+    loaded = modules_after("import asyncrl\nfor name in asyncrl.__all__: getattr(asyncrl, name)")
+    assert not loaded & HEAVY
+
+
+def test_public_names_are_the_same_everywhere() -> None:
+    """``__all__``, the lazy table and what type checkers see list the same names and modules."""
+    seen: dict[str, str] = {}
+    for node in ast.walk(TREES["asyncrl"]):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("asyncrl."):
+            seen.update({alias.name: str(node.module) for alias in node.names})
+    assert seen == asyncrl._HOMES
+    assert sorted(seen) == sorted(asyncrl.__all__)
+    assert set(asyncrl.__all__) <= set(dir(asyncrl))
+
+
+def test_public_names_are_defined_where_the_table_says() -> None:
+    """No name of the table has moved away."""
+    for name, module in asyncrl._HOMES.items():
+        assert name in defined(TREES[module]), f"{module} defines no {name}"
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    """The lazy table refuses names like any module does."""
+    with pytest.raises(AttributeError, match="no attribute 'AsyncTrianer'"):
+        asyncrl.AsyncTrianer  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_are_small_and_say_what_they_own(file: Path) -> None:
+    """A file has at most 400 lines, a docstring, and ``__all__`` naming things that it has."""
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    if not tree.body:
+        return  # a package's own empty file
+    names = exported(tree)
+    assert text.count("\n") <= 400
+    assert ast.get_docstring(tree)
+    if file.name == "__init__.py":
+        return  # it only hands on what its modules define
+    assert names is not None, "no __all__"
+    assert set(names) <= defined(tree)
+
+
+def test_no_task_is_started_outside_a_task_group() -> None:
+    """asyncio's own tasks, waits and queues are not used: structured concurrency has them all in anyio."""
+    for module, tree in TREES.items():
+        if module in TASK_STARTERS:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "asyncio":
+                assert not BANNED & {alias.name for alias in node.names}, module
+            if isinstance(node, ast.Attribute) and node.attr in BANNED:
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                assert owner != "asyncio", f"{module} uses asyncio.{node.attr}"
+                assert node.attr not in {"create_task", "ensure_future"}, f"{module} uses {node.attr}"
