@@ -69,14 +69,8 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
     loss = loss_from(recipe.trainer.loss, **recipe.loss)
     sampler = recipe.sampler
     servers = SGLang(sampler.urls, api_key=sampler.api_key()) if sampler.urls else None
-    learner = TorchLearner(
-        _model(recipe.model, base),
-        lora=recipe.model.lora,
-        dtype=recipe.model.dtype,
-        device=recipe.model.device,
-        threads=recipe.model.threads,
-        seed=recipe.rollout.seed,
-    )
+    settings = _keywords(recipe.model, without=("path", "source"))
+    learner = TorchLearner(_model(recipe.model, base), seed=recipe.rollout.seed, **settings)
     policy = Policy(
         learner,
         sampler=servers,

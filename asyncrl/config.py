@@ -23,6 +23,7 @@ from asyncrl.learning.advantages import Batchwise, GroupCentered
 from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam, cosine
+from asyncrl.learning.torch_learner import DType
 from asyncrl.rollout.budget import Budget
 from asyncrl.scheduling.rules import (
     BatchOrder,
@@ -58,7 +59,7 @@ _ADVANTAGES: Mapping[str, type[Advantage]] = {"group_centered": GroupCentered, "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """``[model]``: what is trained. Exactly one of ``path`` and ``source``."""
+    """``[model]``: what is trained; see ``TorchLearner``. Exactly one of ``path`` and ``source``."""
 
     path: str | None = None
     """Model folder with its tokenizer."""
@@ -66,9 +67,11 @@ class ModelSection:
     """Reference to ``function(directory: Path) -> None`` that writes a model folder; it is called once, then cached."""
     lora: LoraConfig | None = None
     """Train an adapter; without it all weights."""
-    dtype: str = "float32"
+    dtype: DType = "float32"
     device: str = "auto"
     threads: int | None = None
+    micro_batch_tokens: int = 4096
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.source is None):
@@ -127,6 +130,7 @@ class RolloutSection:
     sampling_policy: SamplingPolicy = "trajectory"
     kv_cache: KVCache | None = None
     renderer: Literal["chat", "text"] = "chat"
+    stop: tuple[str, ...] = ()
     member_retries: int = 1
     environment_timeout: float = 600.0
     """Seconds."""

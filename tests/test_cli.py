@@ -39,15 +39,15 @@ lr = 1e-3
 
 
 class OneTurn(rl.Env):
-    """Asks once; the reward counts the letters of the answer that are not A, which version 0 writes."""
+    """Asks once. An answer that version 0 does not write is worth 1, being the second member of a group a half."""
 
     async def reset(self, row: Row) -> list[Message]:
         """The question."""
         return [{"role": "user", "content": "?"}]
 
     async def reward(self, traj: rl.Trajectory, row: Row) -> float:
-        """Later versions write later letters."""
-        return float(traj.final_text != "AAA")
+        """Members differ, so that there is always a gradient; later versions write later letters than A."""
+        return traj.member / 2 + float(traj.final_text != "AAA")
 
 
 @dataclass
@@ -137,7 +137,7 @@ def test_training_prints_one_line_and_leaves_its_files(case: _Case) -> None:
         "seconds",
     }
     assert (result["steps"], result["run_dir"]) == (5, str(case.directory / "run"))
-    assert (result["heldout_first"], result["heldout_last"]) == (0.0, 1.0)
+    assert (result["heldout_first"], result["heldout_last"]) == (0.25, 1.25)
     assert errors.splitlines()[0].startswith("asyncrl: loading ")
     assert errors.count("step_finished") == 5
     metrics = (case.directory / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -277,7 +277,7 @@ def test_eval_prints_the_heldout_reward(case: _Case) -> None:
     code, lines, _ = case.run("eval")
     result = json.loads(lines[0])
     assert code == 0
-    assert result["heldout"] == 0.0
+    assert result["heldout"] == 0.25
     assert result["trajectories"] == 4
     assert set(case.directory.iterdir()) == before
 

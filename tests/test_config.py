@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl.config import EvaluationSection, Recipe, RolloutSection, TrainerSection, cache_directory, load_recipe
+from asyncrl.config import (
+    EvaluationSection,
+    ModelSection,
+    Recipe,
+    RolloutSection,
+    TrainerSection,
+    cache_directory,
+    load_recipe,
+)
 from asyncrl.errors import ConfigError
 
+ENVS = Path(__file__).parent.parent / "envs"
 RECIPE = """
 [model]
 path = "model"
@@ -49,19 +58,26 @@ def test_a_short_recipe_has_the_defaults_of_python(tmp_path: Path) -> None:
     assert recipe.model.lora is None
 
 
+@pytest.mark.parametrize("recipe", sorted(ENVS.glob("*/recipe*.toml")), ids=lambda path: path.parent.name)
+def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
+    """A renamed option cannot be forgotten in them."""
+    assert load_recipe(recipe).tables
+
+
 @pytest.mark.parametrize(
-    ("section", "owner", "keywords"),
+    ("section", "owner", "own"),
     [
+        (ModelSection, rl.TorchLearner, {"path", "source"}),
         (TrainerSection, rl.AsyncTrainer, {"steps"}),
         (RolloutSection, rl.RolloutEngine, set()),
         (EvaluationSection, rl.Evaluator, set()),
     ],
 )
-def test_sections_name_the_keywords_and_defaults_of_their_owners(section: Any, owner: Any, keywords: set[str]) -> None:
+def test_sections_name_the_keywords_and_defaults_of_their_owners(section: Any, owner: Any, own: set[str]) -> None:
     """A default that changes in the owner changes in recipes too."""
     parameters = inspect.signature(owner).parameters
     for field in dataclasses.fields(section):
-        if field.name in keywords:
+        if field.name in own:
             continue
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         assert parameters[field.name].default == default, field.name
@@ -148,6 +164,7 @@ log = "json"
         (["model.lora.rank=4"], "model.lora: unknown key 'rank'"),
         (["sampler.backend=sglang"], "sampler.urls is [], but must be at least one URL"),
         (["sampler.urls=['http://a']"], "sampler.urls is ['http://a']"),
+        (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32', 'bfloat16' or 'float16'"),
         (["run.log=xml"], "run.log is 'xml'"),
     ],
 )

@@ -57,7 +57,8 @@ class Renderer(Protocol):
     ) -> IntArray:
         """(T,) framing that follows ``turn_ids``: a missing terminator, the ``new`` messages, the next turn's opening.
 
-        ``before`` ends with the turn's message. ``turn_ids`` are the turn as sampled; they are looked at, not repeated.
+        ``before`` ends with the turn's message, for a renderer that has to look back; the two here need not.
+        ``turn_ids`` are the turn as sampled; they are looked at, not repeated.
         """
         ...
 

@@ -48,8 +48,6 @@ class GenerateCall:
     sampling_params: Mapping[str, Any]
     lora_path: str | None
     extra_key: str | None
-    theta: float
-    """The model that answers it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +87,14 @@ class _Run:
 
     ended: anyio.Event = field(default_factory=anyio.Event)
     aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """The weights that answer."""
+
+    label: str
+    theta: float
 
 
 class ScriptedServer:
@@ -230,17 +236,17 @@ class ScriptedServer:
         self.peak_in_flight = max(self.peak_in_flight, len(self._running))
         try:
             await self._changed.wait_until(lambda: self.paused is None)
-            first = self.weight_version
+            before = self._state(call.lora_path)
             with anyio.move_on_after(math.inf if hold else self._seconds(call)):
                 await run.ended.wait()
             await self._changed.wait_until(lambda: self.paused is None or run.aborted)
         finally:
             del self._running[call.rid]
             self._users[adapter] -= 1
-        reply = self._reply(call, first, aborted=run.aborted)
+        reply = self._reply(call, before, aborted=run.aborted)
         if scored:
             start = body["logprob_start_len"]
-            triples = _triples(call.input_ids[start:], call.theta)
+            triples = _triples(call.input_ids[start:], before.theta)
             reply["meta_info"]["input_token_logprobs"] = [[None, call.input_ids[start], None], *triples[1:]]
         return reply
 
@@ -256,20 +262,20 @@ class ScriptedServer:
             sampling_params=body["sampling_params"],
             lora_path=body.get("lora_path"),
             extra_key=body.get("extra_key"),
-            theta=self._theta(body.get("lora_path")),
         )
 
-    def _theta(self, adapter: str | None) -> float:
+    def _state(self, adapter: str | None) -> _State:
         if adapter is None:
-            return self.base_theta
+            return _State(label=self.weight_version, theta=self.base_theta)
         if adapter not in self.adapters:
             if adapter not in self._known:
                 raise _Refused({"error": {"message": f"Got LoRA adapter that has never been loaded: {adapter}"}})
             self.adapters[adapter] = self._known[adapter]
             self.reloaded.append(adapter)
-        return self.base_theta if self._ignores_adapters else read_theta(self.adapters[adapter])
+        theta = self.base_theta if self._ignores_adapters else read_theta(self.adapters[adapter])
+        return _State(label=self.weight_version, theta=theta)
 
-    def _reply(self, call: GenerateCall, first_label: str, *, aborted: bool) -> dict[str, Any]:
+    def _reply(self, call: GenerateCall, before: _State, *, aborted: bool) -> dict[str, Any]:
         ids = list(self._tokens(call))[: call.sampling_params["max_new_tokens"]]
         ids = ids[: len(ids) // 2] if aborted else ids
         stopped = bool(ids) and ids[-1] in (call.sampling_params.get("stop_token_ids") or ())
@@ -278,9 +284,10 @@ class ScriptedServer:
         )
         if aborted:
             finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        # An update in between falls in the middle.
-        cuts = [0, len(ids)] if first_label == self.weight_version else [0, len(ids) // 2, len(ids)]
-        labels = [first_label, self.weight_version]
+        # An update in between falls in the middle; an adapter stays what it was when the request began.
+        middle = len(ids) if before.label == self.weight_version else len(ids) // 2
+        after = before.theta if call.lora_path else self.base_theta
+        spans = [(before.label, 0, middle), (self.weight_version, middle, len(ids))]
         return {
             "text": "",
             "output_ids": ids,
@@ -291,19 +298,16 @@ class ScriptedServer:
                 "completion_tokens": len(ids),
                 "cached_tokens": 0,
                 "weight_version": self.weight_version,
-                "weight_versions": [
-                    {"version": label, "start": start, "end": end}
-                    for label, start, end in zip(labels, cuts, cuts[1:], strict=False)
-                ],
+                "weight_versions": [{"version": label, "start": a, "end": b} for label, a, b in spans if a < b],
                 "input_token_logprobs": [],
-                "output_token_logprobs": _triples(ids, call.theta),
+                "output_token_logprobs": _triples(ids[:middle], before.theta) + _triples(ids[middle:], after),
                 "output_token_logprobs_length": len(ids),
             },
         }
 
     def _default_tokens(self, call: GenerateCall) -> list[int]:
-        first = sum(call.input_ids) + round(call.theta * 1000)
-        return [(first + 31 * i) % self._vocab_size for i in range(call.sampling_params["max_new_tokens"])]
+        wanted = call.sampling_params["max_new_tokens"]
+        return [(sum(call.input_ids) + 31 * i) % self._vocab_size for i in range(wanted)]
 
     def _models(self) -> dict[str, Any]:
         adapters = [{"id": name, "root": str(path), "parent": "scripted"} for name, path in self.adapters.items()]

@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.testing import wait_all_tasks_blocked
 
 from asyncrl.errors import ConfigError, EnvironmentFailure, InfrastructureError, RolloutTimeout
 from asyncrl.rollout.env import Env, TurnResult, _threads, call_user, env_factory
@@ -246,7 +245,7 @@ async def test_threads_of_user_functions_are_bounded() -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(40):
                 tasks.start_soon(call_user, release.wait)
-            await wait_all_tasks_blocked()
+            await anyio.wait_all_tasks_blocked()
             threads = _threads().statistics()
             release.set()
     finally:

@@ -1,0 +1,129 @@
+"""TorchLearner: parameters and optimizer in this process, in a thread of their own.
+
+What it computes is in ``torch_model``; this is its asynchronous face, and importing it imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.losses import Loss
+from asyncrl.learning.worker import Worker
+from asyncrl.scheduling.rules import require_choice, require_count
+from asyncrl.types import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from asyncrl.learning.torch_model import TorchModel
+
+__all__ = ["DType", "TorchLearner"]
+
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+class TorchLearner:
+    """Trains the transformers model in the folder ``model``, a LoRA adapter of it or all weights.
+
+    ``dtype``: of parameters and compute; on a CPU bfloat16 is several times slower than float32.
+    ``device``: "auto" is the GPU if there is one.
+    ``threads``: of torch on the CPU; None leaves torch's choice, which is too many if a sampler shares the machine.
+    ``micro_batch_tokens``: tokens of one forward pass, padding included; bounds memory, does not change the gradient.
+    ``gradient_checkpointing``: compute activations twice to hold fewer.
+    ``seed``: of the adapter's first values.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        lora: LoraConfig | None = None,
+        dtype: DType = "float32",
+        device: str = "auto",
+        threads: int | None = None,
+        micro_batch_tokens: int = 4096,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._path = Path(model)
+        if not (self._path / "config.json").is_file():
+            raise ConfigError.for_value("model", str(model), "a folder with a model (there is no config.json in it)")
+        require_choice("model.dtype", dtype, DType)
+        require_count("model.micro_batch_tokens", micro_batch_tokens, least=1)
+        if threads is not None:
+            require_count("model.threads", threads, least=1)
+        self.lora = lora
+        self.dtype = dtype
+        self.device = device
+        self.threads = threads
+        self.micro_batch_tokens = micro_batch_tokens
+        self.gradient_checkpointing = gradient_checkpointing
+        self.seed = seed
+        self._worker = Worker("asyncrl-learner")
+        self._model: TorchModel | None = None
+
+    @property
+    def model_path(self) -> Path:
+        """See ``Learner``."""
+        return self._path
+
+    @property
+    def lora_rank(self) -> int | None:
+        """See ``Learner``."""
+        return None if self.lora is None else self.lora.r
+
+    async def open(self) -> None:
+        """See ``Learner``. Importing torch and transformers takes up to tens of seconds on a small machine."""
+        self._model = await self._worker.run(self._load)
+
+    async def close(self) -> None:
+        """See ``Learner``."""
+        self._model = None
+        self._worker.close()
+
+    async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
+        """See ``Learner``."""
+        await self._worker.run(self._opened.prepare_step, sequences)
+
+    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
+        """See ``Learner``."""
+        return await self._worker.run(self._opened.forward_backward, sequences, loss)
+
+    async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
+        """See ``Learner``."""
+        return await self._worker.run(self._opened.optimizer_step, settings, divisor)
+
+    async def discard_gradients(self) -> None:
+        """See ``Learner``."""
+        await self._worker.run(self._opened.discard_gradients)
+
+    async def export(self, directory: Path) -> None:
+        """See ``Learner``."""
+        await self._worker.run(self._opened.export, directory)
+
+    async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
+        """See ``Learner``."""
+        return await self._worker.run(self._opened.logprobs, tokens, start, temperature)
+
+    def _load(self) -> TorchModel:
+        from asyncrl.learning.torch_model import TorchModel
+
+        return TorchModel(
+            self._path,
+            lora=self.lora,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            micro_batch_tokens=self.micro_batch_tokens,
+            gradient_checkpointing=self.gradient_checkpointing,
+            seed=self.seed,
+        )
+
+    @property
+    def _opened(self) -> TorchModel:
+        if self._model is None:
+            raise LearnerError("the learner is not open")
+        return self._model

@@ -1,0 +1,243 @@
+"""The learner's compute: forward, backward, step and export of one transformers model. Blocking; runs in the worker.
+
+Logits exist only for trained tokens: hidden states are gathered first, and only those rows meet the output layer. A pass
+is deterministic on a CPU: the same sequences give the same sums to the last bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.losses import Loss, LossInputs
+from asyncrl.learning.packing import micro_batches
+from asyncrl.types import FloatArray, IntArray
+
+__all__ = ["TorchModel"]
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+
+
+class TorchModel:
+    """Owns parameters, gradients and the optimizer's state; see ``TorchLearner`` for the options."""
+
+    def __init__(  # noqa: PLR0913  TorchLearner's options
+        self,
+        path: Path,
+        *,
+        lora: LoraConfig | None,
+        dtype: str,
+        device: str,
+        threads: int | None,
+        micro_batch_tokens: int,
+        gradient_checkpointing: bool,
+        seed: int,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        transformers_logging.disable_progress_bar()
+        self._path = path
+        self._device = torch.device(_device(device))
+        self._micro_batch_tokens = micro_batch_tokens
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        )
+        self._lora: Any = None if lora is None else _with_adapter(model, lora)
+        self._causal: Any = model.to(self._device)
+        self._causal.config.use_cache = False
+        if gradient_checkpointing:
+            self._causal.gradient_checkpointing_enable({"use_reentrant": False})
+            self._causal.enable_input_require_grads()
+        # Dropout would make the learner disagree with the sampler; there is none in what we train.
+        self._causal.eval()
+        self._parameters = [parameter for parameter in self._causal.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, fused=True)
+        self._proximal: dict[int, tuple[TrainingSequence, torch.Tensor]] = {}
+
+    def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
+        """Keep the log-probabilities of these sequences under the parameters as they are now."""
+        with torch.no_grad():
+            for batch in self._batches(sequences):
+                logprobs, _ = self._trained_logprobs(batch)
+                counts = [int(sequence.mask.sum()) for sequence in batch]
+                for sequence, part in zip(batch, logprobs.split(counts), strict=True):
+                    # The sequence is kept with it: an id is only unique while its object lives.
+                    self._proximal[id(sequence)] = (sequence, part)
+
+    def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
+        """See ``Learner``."""
+        sums: Counter[str] = Counter()
+        tokens = 0
+        for batch in self._batches(sequences):
+            logprobs, entropy = self._trained_logprobs(batch)
+            output = loss.per_token(
+                LossInputs(
+                    logprobs=logprobs,
+                    sampled_logprobs=self._per_token([sequence.logprobs[sequence.mask] for sequence in batch]),
+                    advantages=self._repeated([sequence.advantage for sequence in batch], batch),
+                    proximal_logprobs=self._proximal_of(batch) if loss.needs_proximal else None,
+                )
+            )
+            weighted = (output.loss * self._repeated([sequence.weight for sequence in batch], batch)).sum()
+            weighted.backward()  # type: ignore[no-untyped-call]
+            tokens += len(logprobs)
+            sums["loss"] += float(weighted.detach())
+            sums["entropy"] += float(entropy.sum())
+            for name, values in output.diagnostics.items():
+                sums[name] += float(values.sum())
+        return ChunkResult(tokens=tokens, sums=dict(sums))
+
+    def optimizer_step(self, settings: OptimizerSettings, divisor: float) -> Mapping[str, float]:
+        """See ``Learner``."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_div_(gradients, divisor)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            self.discard_gradients()
+            raise NonFiniteError(f"the gradient norm is {float(norm)}; no step was taken")
+        if settings.grad_clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, settings.grad_clip_norm, norm)
+        for group in self._optimizer.param_groups:
+            group.update(
+                lr=settings.lr,
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            )
+        self._optimizer.step()
+        self.discard_gradients()
+        return {"grad_norm": float(norm), "lr": settings.lr}
+
+    def discard_gradients(self) -> None:
+        """See ``Learner``."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._proximal.clear()
+
+    @torch.no_grad()
+    def export(self, directory: Path) -> None:
+        """See ``Learner``."""
+        if self._lora is None:
+            self._causal.save_pretrained(directory)
+            for pattern in _TOKENIZER_FILES:
+                for file in self._path.glob(pattern):
+                    shutil.copy(file, directory)
+            return
+        _export_adapter(self._lora, self._path, directory)
+
+    @torch.no_grad()
+    def logprobs(self, tokens: IntArray, start: int, temperature: float) -> FloatArray:
+        """See ``Learner``."""
+        mask = np.arange(len(tokens)) >= start
+        sequence = TrainingSequence(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            mask=mask,
+            advantage=0.0,
+            weight=0.0,
+            temperature=temperature,
+        )
+        logprobs, _ = self._trained_logprobs([sequence])
+        return logprobs.cpu().numpy()
+
+    def _batches(self, sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        for indices in micro_batches(lengths, max_tokens=self._micro_batch_tokens):
+            yield [sequences[index] for index in indices]
+
+    def _trained_logprobs(self, batch: Sequence[TrainingSequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) float32 log-probabilities of the trained tokens, sequence after sequence, and (N,) entropies."""
+        longest = max(len(sequence.tokens) for sequence in batch)
+        ids = np.zeros((len(batch), longest), dtype=np.int64)
+        present = np.zeros((len(batch), longest), dtype=np.int64)
+        mask = np.zeros((len(batch), longest), dtype=np.bool_)
+        for row, sequence in enumerate(batch):
+            length = len(sequence.tokens)
+            ids[row, :length] = sequence.tokens
+            present[row, :length] = 1
+            mask[row, :length] = sequence.mask
+        input_ids = self._tensor(ids)  # (B, T)
+        trained = self._tensor(mask)[:, 1:]  # (B, T - 1)
+        hidden = self._causal.base_model(
+            input_ids=input_ids, attention_mask=self._tensor(present), use_cache=False
+        ).last_hidden_state[:, :-1][trained]  # (N, D): the state before each trained token
+        logits = self._causal.get_output_embeddings()(hidden).float()  # (N, V)
+        temperatures = self._repeated([sequence.temperature for sequence in batch], batch)
+        log_softmax = torch.log_softmax(logits / temperatures[:, None], dim=-1)
+        with torch.no_grad():
+            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        targets = input_ids[:, 1:][trained]
+        return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    def _proximal_of(self, batch: Sequence[TrainingSequence]) -> torch.Tensor:
+        return torch.cat([self._proximal[id(sequence)][1] for sequence in batch])
+
+    def _repeated(self, values: Sequence[float], batch: Sequence[TrainingSequence]) -> torch.Tensor:
+        """(N,) each sequence's value for each of its trained tokens."""
+        counts = [int(sequence.mask.sum()) for sequence in batch]
+        return self._tensor(np.repeat(np.asarray(values, dtype=np.float32), counts))
+
+    def _per_token(self, parts: Sequence[FloatArray]) -> torch.Tensor:
+        return self._tensor(np.concatenate(parts))
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _with_adapter(model: Any, lora: LoraConfig) -> Any:
+    """Put a fresh adapter that changes nothing yet into ``model``; all else is frozen."""
+    import peft
+
+    targets = lora.target_modules
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  a float works and is what r's scale needs
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError.for_value("lora.target_modules", targets, f"modules of this model: {error}") from error
+
+
+def _export_adapter(adapted: Any, base: Path, directory: Path) -> None:
+    """A PEFT folder with plain scaling, which is all that SGLang reads."""
+    import peft
+
+    tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
+    config = adapted.peft_config["default"]
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(config.target_modules),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    (directory / "adapter_config.json").write_bytes(orjson.dumps(described, option=orjson.OPT_INDENT_2))
