@@ -15,7 +15,7 @@ from pathlib import Path
 
 import anyio
 
-from asyncrl.errors import ConfigError, RequestRefused, SamplingError, StalenessError
+from asyncrl.errors import ConfigError, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Address
 from asyncrl.publishing.delivery import Delivery
@@ -93,10 +93,11 @@ class LoraPublisher:
 
     async def _install(self, server: ServerControl, release: Release) -> float:
         """Load what the server lacks, check the newest, and sweep out what nobody will ask for again."""
+        # Asking first, because the answer to an earlier load may have been lost after the server had done it.
         loaded = await server.adapters()
         for wanted in list(self._releases.values()):
             if wanted.version <= release.version and self._name(wanted.version) not in loaded:
-                await self._load(server, wanted)
+                await server.load_adapter(self._name(wanted.version), wanted.folder)
         adapter = self._name(release.version)
         difference = await self._staging.check(server, release, adapter=adapter)
         wanted_names = {self._name(version) for version in self._releases} | self._unloading
@@ -104,15 +105,6 @@ class LoraPublisher:
             if self._ours.fullmatch(name):
                 self._sampler.spawn(partial(self._unload, server, name))
         return difference
-
-    async def _load(self, server: ServerControl, release: Release) -> None:
-        name = self._name(release.version)
-        try:
-            await server.load_adapter(name, release.folder)
-        except RequestRefused:
-            # The answer to an earlier attempt may have been lost after the server had done it.
-            if name not in await server.adapters():
-                raise
 
     def _retire_unused(self) -> None:
         published = sorted(version for version in self._releases if version <= self._newest)

@@ -51,8 +51,6 @@ _DOUBLINGS = 10
 class Timeouts:
     """How long the client waits for servers, in seconds. A sampling request has no limit, for a pause may hold it."""
 
-    start_s: float = 30.0
-    """For every server to answer when the client is opened."""
     outage_s: float = 120.0
     """For some server to come back, when none takes requests."""
     publication_s: float = 300.0
@@ -252,9 +250,8 @@ class SGLang:
 
         async def ask(server: ServerControl) -> None:
             try:
-                with anyio.fail_after(self.timeouts.start_s):
-                    await server.model_info()
-            except (SamplingError, TimeoutError) as error:
+                await server.model_info()
+            except SamplingError as error:
                 silent.append(f"no server at URL {server.url}: {_describe(error)}")
 
         async with anyio.create_task_group() as tasks:

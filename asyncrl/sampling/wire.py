@@ -7,7 +7,9 @@ are what the server sent, or nothing is.
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,16 @@ from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.types import Segment, StopReason, VersionSpan
 
-__all__ = ["error_text", "generate_body", "parse_segment"]
+__all__ = [
+    "GenerateRequest",
+    "WireError",
+    "bad_value",
+    "error_text",
+    "generate_body",
+    "generate_reply",
+    "parse_generate",
+    "parse_segment",
+]
 
 
 def generate_body(request: SegmentRequest, *, rid: str) -> dict[str, Any]:
@@ -143,3 +154,172 @@ def _spans(labels: Sequence[int]) -> tuple[VersionSpan, ...]:
     return tuple(
         VersionSpan(version=labels[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)
     )
+
+
+class WireError(Exception):
+    """An error reply: its status and its JSON body."""
+
+    def __init__(self, status: int, body: Mapping[str, Any]) -> None:
+        super().__init__(error_text(status, orjson.dumps(body)))
+        self.status = status
+        self.body = body
+
+
+def bad_value(message: str) -> WireError:
+    """A refusal in the form that SGLang uses for values and state."""
+    return WireError(400, {"error": {"message": message}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """A checked ``/generate`` body: one prompt, one sample, no stream."""
+
+    rid: str
+    input_ids: Sequence[int]
+    return_logprob: bool
+    logprob_start_len: int
+    lora_path: str | None
+    extra_key: str
+    cache_salt: str
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    no_stop_trim: bool
+    skip_special_tokens: bool
+    sampling_seed: int | None
+
+
+_SAMPLING_DEFAULTS: Mapping[str, Any] = {
+    "max_new_tokens": 128,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "stop": None,
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "sampling_seed": None,
+}
+# Known to SGLang, and without effect on the ids that are sampled here at these values.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "spaces_between_special_tokens": (True, False),
+    "n": (1,),
+    "min_new_tokens": (0,),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "stream_interval": (1,),
+}
+
+
+def parse_generate(content: bytes) -> GenerateRequest:
+    """Read and check a ``/generate`` body. Raises ``WireError`` with SGLang's status and body shape."""
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise _bad_request(f"the body is not JSON: {error}") from error
+    if not isinstance(body, Mapping):
+        raise _bad_request("the body must be an object")
+    if body.get("stream"):
+        raise bad_value("stream is not supported by the embedded server")
+    ids = body.get("input_ids")
+    if ids is None:
+        raise bad_value("Either text, input_ids or input_embeds should be provided (the embedded server takes input_ids).")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise bad_value("input_ids must be one list of integers that is not empty")
+    params = _sampling_params(body.get("sampling_params") or {})
+    return GenerateRequest(
+        rid=str(body.get("rid") or uuid.uuid4().hex),
+        input_ids=ids,
+        return_logprob=bool(body.get("return_logprob")),
+        logprob_start_len=int(body.get("logprob_start_len", -1)),
+        lora_path=body.get("lora_path"),
+        extra_key=body.get("extra_key") or "",
+        cache_salt=body.get("cache_salt") or "",
+        **params,
+    )
+
+
+def generate_reply(  # noqa: PLR0913  the parts of a reply
+    request: GenerateRequest,
+    *,
+    text: str,
+    output_ids: Sequence[int],
+    logprobs: Sequence[float],
+    prompt_logprobs: Sequence[tuple[float | None, int]],
+    finish_reason: Mapping[str, Any],
+    weight_version: str,
+    versions: Sequence[tuple[str, int]],
+    cached_tokens: int,
+    retractions: int,
+) -> dict[str, Any]:
+    """The 200 reply; ``versions`` are (label, first output token under it)."""
+    starts = [start for _, start in versions] or [0]
+    labels = [label for label, _ in versions] or [weight_version]
+    ends = [*starts[1:], len(output_ids)]
+    spans = [
+        {"version": label, "start": start, "end": end} for label, start, end in zip(labels, starts, ends, strict=True)
+    ]
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": finish_reason,
+        "prompt_tokens": len(request.input_ids),
+        "completion_tokens": len(output_ids),
+        "cached_tokens": cached_tokens,
+        "num_retractions": retractions,
+        "weight_version": labels[-1],
+        "weight_versions": spans,
+    }
+    if request.return_logprob:
+        meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_logprobs]
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(logprobs, output_ids, strict=True)
+        ]
+        meta["output_token_logprobs_length"] = len(output_ids)
+    return {"text": text, "output_ids": list(output_ids), "meta_info": meta}
+
+
+def _sampling_params(params: Any) -> dict[str, Any]:
+    if not isinstance(params, Mapping):
+        raise _bad_request("sampling_params must be an object")
+    read = dict(_SAMPLING_DEFAULTS)
+    for key, value in params.items():
+        if key not in read and key not in _NEUTRAL:
+            known = ", ".join(sorted([*read, *_NEUTRAL]))
+            raise WireError(400, {"error": f"unknown field `{key}`, expected one of {known}"})
+        if value is None:
+            continue
+        if key in _NEUTRAL:
+            if value not in _NEUTRAL[key]:
+                raise bad_value(f"{key} is {value!r}, which the embedded server does not support")
+        else:
+            read[key] = value
+    _check_params(read)
+    stop = read["stop"]
+    read["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    read["stop_token_ids"] = tuple(read["stop_token_ids"] or ())
+    return read
+
+
+def _check_params(params: Mapping[str, Any]) -> None:
+    rules: Mapping[str, tuple[bool, str]] = {
+        "max_new_tokens": (params["max_new_tokens"] >= 0, "at least 0"),
+        "temperature": (math.isfinite(params["temperature"]) and params["temperature"] >= 0, "finite, at least 0"),
+        "top_p": (0 < params["top_p"] <= 1, "in (0, 1]"),
+        "top_k": (params["top_k"] == -1 or params["top_k"] >= 1, "-1 (disable) or at least 1"),
+        "min_p": (0 <= params["min_p"] <= 1, "in [0, 1]"),
+    }
+    for key, (right, allowed) in rules.items():
+        if not right:
+            raise bad_value(f"{key} must be {allowed}, got {params[key]}.")
+
+
+def _bad_request(message: str) -> WireError:
+    return WireError(400, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})

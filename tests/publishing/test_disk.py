@@ -154,21 +154,20 @@ async def test_a_server_whose_update_fails_is_left_out_and_never_left_paused(
 
 @pytest.mark.virtual_clock
 async def test_tokens_of_half_replaced_weights_are_never_used(tmp_path: Path) -> None:
-    """Requests on a server whose update failed run again elsewhere."""
+    """A request that waits at a server whose update fails runs elsewhere, although that server goes on too."""
     one, two = ScriptedServer(), ScriptedServer()
     servers: list[str] = []
     async with _running(tmp_path, one, two) as run:
         await run.publish(0)
         key = next(str(key) for key in range(99) if rendezvous(str(key), (URL, OTHER)) == URL)
-        one.fault("/generate", Fault(hold=True))
-        one.fault("/update_weights_from_disk", Fault(status=400))
+        one.fault("/update_weights_from_disk", Fault(hold=True))
 
         async def sample() -> None:
+            await one.wait_until(lambda: one.paused is not None)
             servers.append((await run.sample(0, key)).server)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sample)
-            await one.wait_until(lambda: one.in_flight == 1)
             await run.publish(1)
     assert servers == [OTHER]
 

@@ -153,9 +153,10 @@ async def test_a_failed_unload_is_reported_and_tried_again(tmp_path: Path, fault
     async with _running(tmp_path, one) as run:
         await run.publish(0, 1, 2)
         await one.wait_until(lambda: "adapter_not_unloaded" in run.notices)
-        assert "v000000" in run.folders()
         await run.publish(3)
         await one.wait_until(lambda: _versions(one) == [2, 3])
+        await run.publish(4)
+        assert "v000000" in run.folders()
 
 
 async def test_adapters_of_an_earlier_process_of_the_run_are_swept(tmp_path: Path) -> None:
@@ -248,6 +249,25 @@ async def test_a_restarted_server_gets_all_versions_in_use_before_its_next_reque
         segment = await run.sample(3)
         assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, 0.3))
         assert _versions(one) == [0, 2, 3]
+
+
+@pytest.mark.virtual_clock
+async def test_a_version_published_while_a_server_is_restored_is_not_missed(tmp_path: Path) -> None:
+    """The server takes no request before it holds what is newest at that moment."""
+    one, two = ScriptedServer(), ScriptedServer()
+    async with _running(tmp_path, one, two) as run:
+        await run.publish(0)
+        one.restart()
+        one.fault("/load_lora_adapter", Fault(hold=True))
+        run.sampler.suspect(URL, "test")
+        await one.wait_until(lambda: sum(route == "/load_lora_adapter" for route, _ in one.calls) == 2)
+        await run.publish(1)
+        assert [server.url for server in run.sampler.live] == [OTHER]
+        held: list[list[int]] = []
+        run.sampler.events.subscribe(lambda event: held.append(_versions(one)))
+        one.release()
+        await anyio.sleep(1)
+        assert held == [[0, 1]]
 
 
 @pytest.mark.parametrize("name", ["a:b", "", "a b", "../a"])
