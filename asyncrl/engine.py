@@ -1,7 +1,7 @@
 """RolloutEngine: rows in, finished groups out.
 
-Usable alone, for data or evaluation (``async for group in engine.rollout(rows, group_size=8)``), and by the trainer, which
-brings its own reservations and versions.
+Usable alone, for data or evaluation (``async for group in engine.rollout(rows, group_size=8)``), and by the trainer,
+which brings its own reservations and versions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import anyio
@@ -46,6 +47,11 @@ class EngineSession:
     _slots: OrderedSlots
     _seed: int
     _retries: int
+
+    @property
+    def requests_in_flight(self) -> int:
+        """Sampling requests that are being answered."""
+        return self._context.requests.in_use
 
     async def group(
         self,
@@ -90,7 +96,7 @@ class RolloutEngine:
     ``environment_timeout``: seconds for each call into the environment.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of rollouts; each is one sentence above
         self,
         policy: Policy,
         *,
@@ -123,19 +129,16 @@ class RolloutEngine:
         self._environment_timeout_s = environment_timeout
         _check_sampling(self.settings)
         _check_kv_cache(sampling_policy, kv_cache)
-        require_count("engine.member_retries", member_retries, least=0)
+        require_count("member_retries", member_retries, least=0)
         if not environment_timeout > 0:
-            raise ConfigError.for_value("engine.environment_timeout", environment_timeout, "more than 0 seconds")
+            raise ConfigError.for_value("environment_timeout", environment_timeout, "more than 0 seconds")
 
     @asynccontextmanager
     async def opened(self, events: Events | None = None) -> AsyncGenerator[EngineSession, None]:
         """Bring up the policy with version 0 published."""
         events = events or Events()
         async with self.policy.opened() as policy:
-            renderer = self._renderer
-            if isinstance(renderer, str):
-                load = partial(load_renderer, policy.learner.model_path, renderer, stop=self._stop)
-                renderer = await anyio.to_thread.run_sync(load)
+            renderer = await self._open_renderer(policy.learner.model_path)
             clock = PolicyClock()
             started = anyio.current_time()
             await policy.publisher.stage(clock.published)
@@ -166,6 +169,11 @@ class RolloutEngine:
                 _seed=self._seed,
                 _retries=self._retries,
             )
+
+    async def _open_renderer(self, model: Path) -> Renderer:
+        if not isinstance(self._renderer, str):
+            return self._renderer
+        return await anyio.to_thread.run_sync(partial(load_renderer, model, self._renderer, stop=self._stop))
 
     def rollout(
         self, rows: Sequence[Row], *, group_size: int, events: Events | None = None
@@ -205,19 +213,19 @@ async def _work(
 
 def _check_sampling(settings: SamplingSettings) -> None:
     if not 0 <= settings.temperature < math.inf:
-        raise ConfigError.for_value("engine.temperature", settings.temperature, "a finite number of at least 0")
+        raise ConfigError.for_value("temperature", settings.temperature, "a finite number of at least 0")
     if not 0 < settings.top_p <= 1:
-        raise ConfigError.for_value("engine.top_p", settings.top_p, "more than 0 and at most 1")
+        raise ConfigError.for_value("top_p", settings.top_p, "more than 0 and at most 1")
     if settings.top_k != -1 and settings.top_k < 1:
-        raise ConfigError.for_value("engine.top_k", settings.top_k, "-1 (all tokens) or at least 1")
+        raise ConfigError.for_value("top_k", settings.top_k, "-1 (all tokens) or at least 1")
 
 
 def _check_kv_cache(sampling_policy: SamplingPolicy, kv_cache: KVCache | None) -> None:
-    require_choice("engine.sampling_policy", sampling_policy, SamplingPolicy)
+    require_choice("sampling_policy", sampling_policy, SamplingPolicy)
     if sampling_policy == "trajectory":
         if kv_cache is not None:
             raise ConfigError(
-                "engine.kv_cache is set, but sampling_policy='trajectory' never moves a trajectory to other weights: "
+                "kv_cache is set, but sampling_policy='trajectory' never moves a trajectory to other weights: "
                 "leave kv_cache out, or use sampling_policy='segment'"
             )
     elif kv_cache is None or not kv_cache.allow_reprefill:

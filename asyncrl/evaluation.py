@@ -1,7 +1,8 @@
 """Evaluator: held-out rows, rolled out under one version.
 
-Evaluations run with their own reservations, outside the trainer's slots. The trainer waits for one where it is due and
-publishes nothing meanwhile, so that every trajectory of it is of the version that it measures; rollouts for training go on.
+Evaluations run with their own reservations, outside the trainer's slots. The trainer waits for one where it is due
+and publishes nothing meanwhile, so that every trajectory of it is of the version that it measures; rollouts for
+training go on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """An async iterator whose work goes on between its items, in structured concurrency.
 
-``async for step in trainer.run(..)`` must keep sampling while the caller looks at a step. A task group may not stay open
-across a ``yield`` (the caller can leave the loop anywhere, and the scope would end in the wrong task), so the work runs in
-a task of its own that the iterator starts, holds and ends: when the loop is left, by its end, ``break``, an error or
-cancellation, the task is cancelled and waited for. This is the only task in asyncrl that no task group starts.
+``async for step in trainer.run(..)`` must keep sampling while the caller looks at a step. A task group may not stay
+open across a ``yield`` (the caller can leave the loop anywhere, and the scope would end in the wrong task), so the
+work runs in a task of its own that the iterator starts, holds and ends: when the loop is left, by its end, ``break``,
+an error or cancellation, the task is cancelled and waited for. This is the only task in asyncrl that no task group
+starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Consumer(Generic[T]):
-    """The producer's view of the loop it feeds: ``wanted`` waits until the next item is asked for, ``give`` hands it over."""
+    """The producer's view of the loop that it feeds."""
 
     def __init__(self, asked: MemoryObjectReceiveStream[None], given: MemoryObjectSendStream[T]) -> None:
         self._asked = asked
@@ -59,7 +60,7 @@ async def iterate(producer: Callable[[Consumer[T]], Awaitable[None]]) -> AsyncGe
         finally:
             ended.set()
 
-    task = asyncio.get_running_loop().create_task(host())  # noqa: TID251  held and waited for below
+    task = asyncio.get_running_loop().create_task(host())  # held, and waited for below
     try:
         while True:
             try:

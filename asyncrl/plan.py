@@ -80,10 +80,10 @@ def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
     require_choice("batch_order", plan.batch_order, BatchOrder)
     settings = engine.settings
     if settings.temperature == 0:
-        raise ConfigError("engine.temperature is 0: greedy samples have no log-probability to train on; use more than 0")
+        raise ConfigError("temperature is 0: greedy samples have no log-probability to train on; use more than 0")
     if settings.top_p != 1 or settings.top_k != -1:
         raise ConfigError(
-            f"engine.top_p is {settings.top_p} and engine.top_k is {settings.top_k}: the learner computes the full "
+            f"top_p is {settings.top_p} and top_k is {settings.top_k}: the learner computes the full "
             "distribution, so training needs top_p=1 and top_k=-1"
         )
     if plan.group_size < plan.completion.min_members:
@@ -92,8 +92,8 @@ def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
         )
     if plan.max_staleness == 0 and engine.schedule.oversample_factor != 1:
         raise ConfigError(
-            f"schedule.oversample_factor is {engine.schedule.oversample_factor} and max_staleness is 0: a synchronous run "
-            "admits its batch only; use oversample_factor=1 or max_staleness of at least 1"
+            f"schedule.oversample_factor is {engine.schedule.oversample_factor} and max_staleness is 0: a synchronous "
+            "run admits its batch only; use oversample_factor=1 or max_staleness of at least 1"
         )
     if plan.stale_policy != "wait" and (not plan.repeat_dataset or plan.batch_order == "admission"):
         raise ConfigError(
@@ -101,8 +101,8 @@ def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
         )
     if plan.max_staleness > 0 and engine.sampling_policy == "trajectory" and not engine.policy.pins_versions:
         raise ConfigError(
-            f"max_staleness is {plan.max_staleness} and sampling_policy is 'trajectory', but full weights on the servers "
-            "cannot be kept at an older version: train a LoRA adapter, use sampling_policy='segment', or set "
+            f"max_staleness is {plan.max_staleness} and sampling_policy is 'trajectory', but full weights on the "
+            "servers cannot be kept at an older version: train a LoRA adapter, use sampling_policy='segment', or set "
             "max_staleness=0"
         )
 

@@ -8,8 +8,8 @@ Four loops run beside each other in one task group; their only shared state is t
     trainer     a batch of groups     a version           enough groups, and the barrier  a finished group
     publisher   a staged version      a published one     the servers                     their acknowledgement
 
-The trainer's steps are in lock-step with the caller's loop: the next one starts when the caller asks for it. Sampling does
-not wait for the caller. ``max_staleness=0`` needs no mode: its slots admit the current batch only.
+The trainer's steps are in lock-step with the caller's loop: the next one starts when the caller asks for it. Sampling
+does not wait for the caller. ``max_staleness=0`` needs no mode: its slots admit the current batch only.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class AsyncTrainer:
     ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
     ``loss``: "cispo", "ppo", "decoupled_ppo", "importance_sampling", "policy_gradient" or a loss object.
     ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
-    ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and masks
-    spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound (``allow_unbounded_staleness=True``).
-    ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch`` sets
-    its chunk size; None turns it off.
+    ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and
+    masks spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound
+    (``allow_unbounded_staleness=True``).
+    ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch``
+    sets its chunk size; None turns it off.
     ``events``: the stream that reports everything that happens.
     """
 
@@ -117,9 +118,7 @@ class AsyncTrainer:
             overlap=overlap_rule(forward_backward_batch, max_staleness, stale_policy, advantage),
         )
         check_plan(self._plan, engine)
-        check_acknowledged(
-            self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness
-        )
+        check_acknowledged(self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness)
 
     def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
         """Train for ``steps`` batches and yield a ``Step`` after each.
@@ -221,13 +220,12 @@ class _Training:
             self.clock.publish(version)
             self.admission.published(version)
             now = anyio.current_time()
-            self.events.emit(
-                VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference)
-            )
+            self.events.emit(VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference))
 
     async def _step(self, n: int, staged: MemoryObjectSendStream[int], evaluated: Mapping[str, float]) -> Step:
         started = anyio.current_time()
         version = self.clock.committed
+        bound = None if self.plan.stale_policy == "keep" else self.plan.max_staleness
         assembly = StepAssembly(
             advantage=self.plan.advantage,
             normalize=self.plan.normalize,
@@ -235,7 +233,7 @@ class _Training:
             min_members=self.plan.completion.min_members,
             temperature=self.temperature,
             version=version,
-            max_staleness=None if self.plan.stale_policy == "keep" else self.plan.max_staleness,
+            max_staleness=bound,
             mask_stale=self.plan.stale_policy == "mask_span",
         )
         groups, losses = await self._forward_backward(n, assembly)
@@ -248,8 +246,10 @@ class _Training:
         evaluated = {**evaluated, **await self._evaluate(n)}
         now = anyio.current_time()
         metrics = {
-            **self.recorder.take(now, reserved_groups=self.admission.outstanding),
-            **batch_metrics(groups, version=version, max_staleness=self.plan.max_staleness),
+            **self.recorder.take(
+                now, reserved_groups=self.admission.outstanding, inflight_requests=self.session.requests_in_flight
+            ),
+            **batch_metrics(groups, version=version, max_staleness=bound),
             **assembly.metrics(),
             **{f"loss/{key}": value for key, value in losses.items()},
             **{f"optimizer/{key}": value for key, value in optimized.items()},

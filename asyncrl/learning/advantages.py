@@ -1,6 +1,7 @@
 """Advantages: from the rewards of a batch to one number for each trajectory.
 
-``rewards`` is one list for each group; None marks a member that is left out: it is in no baseline and its advantage is 0.
+``rewards`` is one list for each group; None marks a member that is left out: it is in no baseline and its advantage
+is 0.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Advantage(Protocol):
 class GroupCentered:
     """Reward minus the mean of the member's own group (GRPO, arXiv 2402.03300).
 
-    A group with fewer than ``min_members`` rewards is centred on the mean of the whole batch. ``standardize``: divide by
-    the group's standard deviation (True), or by that of all centred rewards of the batch ("batch"); ``eps`` is the least
-    divisor. Example: rewards [[1, 0], [1, 1]] give [[0.5, -0.5], [0, 0]].
+    A group with fewer than ``min_members`` rewards is centred on the mean of the whole batch. ``standardize``: divide
+    by the group's standard deviation (True), or by that of all centred rewards of the batch ("batch"); ``eps`` is the
+    least divisor. Example: rewards [[1, 0], [1, 1]] give [[0.5, -0.5], [0, 0]].
     """
 
     standardize: bool | Literal["batch"] = False

@@ -1,8 +1,8 @@
 """From the groups of a step to training sequences: rewards, advantages, weights, masks, and the step's one divisor.
 
-Chunks can be trained before the batch is complete. Whatever factor needs the whole batch (the divisor of ``normalize``, a
-batch-wide standard deviation) is kept out of the sequences and divided once at the optimizer step, so the gradient does not
-depend on how the batch was cut or in which order its groups came.
+Chunks can be trained before the batch is complete. Whatever factor needs the whole batch (the divisor of
+``normalize``, a batch-wide standard deviation) is kept out of the sequences and divided once at the optimizer step,
+so the gradient does not depend on how the batch was cut or in which order its groups came.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepAssembly:
     else it is a broken promise and raises ``StalenessError``; None has no bound.
     """
 
-    def __init__(  # noqa: PLR0913  one for each rule that meets here
+    def __init__(
         self,
         *,
         advantage: Advantage,

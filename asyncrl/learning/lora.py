@@ -14,7 +14,8 @@ __all__ = ["LoraConfig"]
 class LoraConfig:
     """A low-rank adapter (arXiv 2106.09685) with the scale ``alpha / r``.
 
-    ``target_modules``: "all-linear" or names of linear layers ("q_proj", ..). Embeddings and the output layer stay frozen.
+    ``target_modules``: "all-linear" or names of linear layers ("q_proj", ..). Embeddings and the output layer stay
+    frozen.
     """
 
     r: int = 16

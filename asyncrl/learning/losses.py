@@ -1,11 +1,12 @@
 """Policy losses, one object each, for one trained token.
 
-Symbols: ``logp`` log-probability under the parameters being trained, ``mu`` the same under the policy that sampled (as the
-server sent it), ``A`` the advantage, ``r = exp(logp - mu)`` the importance ratio, ``sg`` stop-gradient. All in float32, on the
-sampling temperature's scale. A loss is a sum over tokens; weights and divisors are the learner's and the trainer's.
+Symbols: ``logp`` log-probability under the parameters being trained, ``mu`` the same under the policy that sampled
+(as the server sent it), ``A`` the advantage, ``r = exp(logp - mu)`` the importance ratio, ``sg`` stop-gradient. All
+in float32, on the sampling temperature's scale. A loss is a sum over tokens; weights and divisors are the learner's
+and the trainer's.
 
-Log-ratios are clamped before ``exp``: a token that one side thinks impossible gives a large ratio and not infinity. Padding
-never gets here, only trained tokens do, so there is no zero times infinity to mask.
+Log-ratios are clamped before ``exp``: a token that one side thinks impossible gives a large ratio and not infinity.
+Padding never gets here, only trained tokens do, so there is no zero times infinity to mask.
 
 Left out: a KL penalty to a reference model and an entropy bonus.
 """
@@ -72,7 +73,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO:
-    """-sg(min(r, eps_max)) * A * logp (MiniMax-M1, arXiv 2506.13585): a capped weight, and a gradient for every token."""
+    """-sg(min(r, eps_max)) * A * logp (arXiv 2506.13585): a capped weight, and a gradient for every token."""
 
     eps_max: float = 6.0
     needs_proximal: ClassVar[bool] = False
@@ -110,10 +111,10 @@ class PPO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledPPO:
-    """-w min(q A, clip(q, ..) A), q = exp(logp - p), w = sg(min(exp(p - mu), cap)) (arXiv 2110.00641, AReaL 2505.24298).
+    """-w min(q A, clip(q, ..) A), q = exp(logp - p), w = sg(min(exp(p - mu), cap)) (arXiv 2110.00641, 2505.24298).
 
-    ``p`` is the proximal log-probability, of the parameters at the step's start. Staleness goes into the capped weight w,
-    the trust region is around p. With one optimizer step for each batch q is 1 and the clip does not bind.
+    ``p`` is the proximal log-probability, of the parameters at the step's start. Staleness goes into the capped
+    weight w, the trust region is around p. With one optimizer step for each batch q is 1 and the clip does not bind.
     """
 
     clip_low: float = 0.2
@@ -173,7 +174,7 @@ _BY_NAME: Mapping[str, type[CISPO | PPO | DecoupledPPO | ImportanceSampling | Po
 
 
 def loss_from(loss: str | Loss, **options: float) -> Loss:
-    """A loss by name with its ``options``, or the object itself. Raises ``ConfigError`` for an unknown name or option."""
+    """A loss by name with its ``options``, or the object itself; ``ConfigError`` for an unknown name or option."""
     if not isinstance(loss, str):
         if options:
             raise ConfigError(f"loss options {sorted(options)} go into the loss object {loss!r}")

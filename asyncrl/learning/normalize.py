@@ -1,7 +1,8 @@
 """What the sum over a step's tokens is divided by.
 
-The divisor has a part that is known for each trajectory at once, its tokens' weight, and one that is known only when the
-batch is complete. So chunks can be trained early, and the global part is divided out once, before the optimizer step.
+The divisor has a part that is known for each trajectory at once, its tokens' weight, and one that is known only when
+the batch is complete. So chunks can be trained early, and the global part is divided out once, before the optimizer
+step.
 
 With T tokens of a trajectory that are trained, zero advantages included, and trajectories with T = 0 not counted:
 
@@ -12,7 +13,8 @@ With T tokens of a trajectory that are trained, zero advantages included, and tr
     batch       1                           number of trajectories
     sum         1                           1
 
-Tokens of trajectories whose group has no variance count: a batch without signal makes a smaller step, not a noisier one.
+Tokens of trajectories whose group has no variance count: a batch without signal makes a smaller step, not a noisier
+one.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ __all__ = ["micro_batches"]
 def micro_batches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Indices of the sequences of each micro-batch: of similar length, at most ``max_tokens`` with padding.
 
-    A sequence that is longer than ``max_tokens`` gets a micro-batch of its own. Longest first, so that a batch that does
-    not fit into memory fails at once and not after minutes. Deterministic.
+    A sequence that is longer than ``max_tokens`` gets a micro-batch of its own. Longest first, so that a batch that
+    does not fit into memory fails at once and not after minutes. Deterministic.
     """
     batches: list[list[int]] = []
     longest = 0

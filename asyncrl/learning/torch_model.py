@@ -1,13 +1,13 @@
 """The learner's compute: forward, backward, step and export of one transformers model. Blocking; runs in the worker.
 
-Logits exist only for trained tokens: hidden states are gathered first, and only those rows meet the output layer. A pass
-is deterministic on a CPU: the same sequences give the same sums to the last bit.
+Logits exist only for trained tokens: hidden states are gathered first, and only those rows meet the output layer. A
+pass is deterministic on a CPU: the same sequences give the same sums to the last bit.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,20 @@ from asyncrl.types import FloatArray, IntArray
 
 __all__ = ["TorchModel"]
 
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "added_tokens.json",
+)
 
 
 class TorchModel:
     """Owns parameters, gradients and the optimizer's state; see ``TorchLearner`` for the options."""
 
-    def __init__(  # noqa: PLR0913  TorchLearner's options
+    def __init__(
         self,
         path: Path,
         *,
@@ -80,7 +87,7 @@ class TorchModel:
 
     def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
         """See ``Learner``."""
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         tokens = 0
         for batch in self._batches(sequences):
             logprobs, entropy = self._trained_logprobs(batch)
@@ -93,7 +100,7 @@ class TorchModel:
                 )
             )
             weighted = (output.loss * self._repeated([sequence.weight for sequence in batch], batch)).sum()
-            weighted.backward()  # type: ignore[no-untyped-call]
+            weighted.backward()
             tokens += len(logprobs)
             sums["loss"] += float(weighted.detach())
             sums["entropy"] += float(entropy.sum())
@@ -210,7 +217,7 @@ def _with_adapter(model: Any, lora: LoraConfig) -> Any:
     targets = lora.target_modules
     config = peft.LoraConfig(
         r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  a float works and is what r's scale needs
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good
         target_modules=targets if isinstance(targets, str) else list(targets),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
@@ -226,7 +233,9 @@ def _export_adapter(adapted: Any, base: Path, directory: Path) -> None:
     import peft
 
     tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors"
+    )
     config = adapted.peft_config["default"]
     described = {
         "peft_type": "LORA",

@@ -26,8 +26,10 @@ class Worker:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` in the thread, after the calls before it, and return or raise what it does."""
+        call = self._executor.submit(function, *args, **kwargs)
         with anyio.CancelScope(shield=True):
-            return await asyncio.wrap_future(self._executor.submit(function, *args, **kwargs))
+            result = await asyncio.wrap_future(call)
+        return result  # noqa: RET504  by its type, the scope might not get here
 
     def close(self) -> None:
         """End the thread when its last call has ended."""

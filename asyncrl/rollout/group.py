@@ -1,9 +1,9 @@
 """A group: the members of one row, each in its own task, each with its own fresh environment.
 
-A member that fails is a value with its error. If the machinery failed (``InfrastructureError``, a timeout, the sampling
-servers) it is tried again with a fresh environment, within a budget, and then the run stops with that error. If user code
-failed (a reward that raises), the member is dropped and never becomes reward 0; a group without any member left stops the
-run with its first error.
+A member that fails is a value with its error. If the machinery failed (``InfrastructureError``, a timeout, the
+sampling servers) it is tried again with a fresh environment, within a budget, and then the run stops with that error.
+If user code failed (a reward that raises), the member is dropped and never becomes reward 0; a group without any
+member left stops the run with its first error.
 """
 
 from __future__ import annotations

@@ -200,9 +200,7 @@ async def _reward(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     if traj.truncated is None:
         value = await call_user(env.reward, traj, traj.row, timeout=context.environment_timeout_s)
     else:
-        value = await call_user(
-            env.on_truncated, traj, traj.row, traj.truncated, timeout=context.environment_timeout_s
-        )
+        value = await call_user(env.on_truncated, traj, traj.row, traj.truncated, timeout=context.environment_timeout_s)
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"the reward of trajectory {traj.id} is {reward}, but must be finite")

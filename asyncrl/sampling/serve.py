@@ -18,8 +18,8 @@ __all__ = ["ServerOptions", "run_server"]
 def run_server(options: ServerOptions) -> None:
     """Serve until a signal, or until standard input ends with ``exit_with_stdin``.
 
-    When the model is loaded and requests are taken, one JSON line with the URL goes to stdout; logs go to stderr. Raises
-    ``ConfigError`` before the model is loaded if the port is in use.
+    When the model is loaded and requests are taken, one JSON line with the URL goes to stdout; logs go to stderr.
+    Raises ``ConfigError`` before the model is loaded if the port is in use.
     """
     with _bind(options.host, options.port) as listener:
         anyio.run(_serve, options, listener)

@@ -231,7 +231,9 @@ def parse_generate(content: bytes) -> GenerateRequest:
         raise bad_value("stream is not supported by the embedded server")
     ids = body.get("input_ids")
     if ids is None:
-        raise bad_value("Either text, input_ids or input_embeds should be provided (the embedded server takes input_ids).")
+        raise bad_value(
+            "Either text, input_ids or input_embeds should be provided (the embedded server takes input_ids)."
+        )
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise bad_value("input_ids must be one list of integers that is not empty")
     params = _sampling_params(body.get("sampling_params") or {})

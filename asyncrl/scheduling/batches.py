@@ -105,10 +105,7 @@ class Batches:
         Only for synchronous runs: there every outstanding group belongs to the current batch, so the barrier is open.
         """
         await self._changed.wait_until(
-            lambda: (
-                len(self._ready) >= remaining
-                or threshold.reached(sequences=self._sequences, tokens=self._tokens)
-            )
+            lambda: len(self._ready) >= remaining or threshold.reached(sequences=self._sequences, tokens=self._tokens)
         )
         return self._remove(sorted(self._ready)[:remaining])
 

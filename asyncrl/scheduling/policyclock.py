@@ -24,9 +24,7 @@ class PolicyClock:
     def publish(self, version: int) -> None:
         """Every server acknowledged ``version``."""
         if not self.published < version <= self.committed:
-            raise StalenessError(
-                f"published version {version} after {self.published}, with {self.committed} committed"
-            )
+            raise StalenessError(f"published version {version} after {self.published}, with {self.committed} committed")
         self.published = version
         self._changed.notify()
 

@@ -3,25 +3,26 @@
 Symbols: P groups a step, S the bound, v the committed version. A group born under version u is *due* by u + S: the last
 version at which the committed policy may be when it is trained.
 
-**The rule.** After the commit to v every group that stays outstanding must fit into the steps v, v + 1, .. with P groups
-each, none later than its due step::
+**The rule.** After the commit to v every group that stays outstanding must fit into the steps v, v + 1, .. with P
+groups each, none later than its due step::
 
     for every d:   #{outstanding groups due by d}  <=  (d - v + 1) * P
 
-This is the earliest-deadline-first test. *Necessary*: the steps v .. d train at most (d - v + 1) * P groups. *Sufficient*:
-taking the P earliest due groups in each step, by induction over the steps, trains the i-th group in due order at step
-v + (i - 1) // P; if group i is due by d there are at least i groups due by d, so i <= (d - v + 1) * P and that step is at
-most d. Groups not born yet have no due step and are not counted.
+This is the earliest-deadline-first test. *Necessary*: the steps v .. d train at most (d - v + 1) * P groups.
+*Sufficient*: taking the P earliest due groups in each step, by induction over the steps, trains the i-th group in due
+order at step v + (i - 1) // P; if group i is due by d there are at least i groups due by d, so i <= (d - v + 1) * P
+and that step is at most d. Groups not born yet have no due step and are not counted.
 
 **A birth never breaks it.** Let the published version lag L = v - p behind the committed one. The slots (admission.py)
 bound outstanding groups plus groups of unpublished batches by (1 + S) * P, and L batches are unpublished, so at most
 (1 + S - L) * P groups are outstanding. A group born now is due by p + S = v + S - L, and no outstanding group is due
-later. For d >= v + S - L the count is at most (1 + S - L) * P <= (d - v + 1) * P; for earlier d the birth changes nothing.
-So the trainer can always make progress once enough groups have ended: the barrier waits for samples, never for itself.
+later. For d >= v + S - L the count is at most (1 + S - L) * P <= (d - v + 1) * P; for earlier d the birth changes
+nothing. So the trainer can always make progress once enough groups have ended: the barrier waits for samples, never
+for itself.
 
-Worked example: P = 2, S = 2, committed 5. Born under 4: four groups (due 6); born under 5: two (due 7). Taking two of the
-older leaves, at version 6, two due by 6 (at most 2) and four due by 7 (at most 4): allowed. Taking the two younger leaves
-four due by 6: refused, although none of them is due *now*.
+Worked example: P = 2, S = 2, committed 5. Born under 4: four groups (due 6); born under 5: two (due 7). Taking two of
+the older leaves, at version 6, two due by 6 (at most 2) and four due by 7 (at most 4): allowed. Taking the two
+younger leaves four due by 6: refused, although none of them is due *now*.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A virtual clock: an event loop whose time passes at once, in an order that a seed decides.
 
-``VirtualClock`` is asyncio's selector loop with two changes. Its ``time()`` is a number, and where the real loop would
-sleep until the next deadline it adds the waiting time to that number instead. An hour of timeouts and sleeps passes in
-milliseconds, deadlines are exact, and every anyio primitive works unchanged. With a ``seed`` the ready queue is shuffled
-before each pass, so that one test explores many task orders and each of them can be repeated.
+``VirtualClock`` is asyncio's selector loop with two changes. Its ``time()`` is a number, and where the real loop
+would sleep until the next deadline it adds the waiting time to that number instead. An hour of timeouts and sleeps
+passes in milliseconds, deadlines are exact, and every anyio primitive works unchanged. With a ``seed`` the ready
+queue is shuffled before each pass, so that one test explores many task orders and each of them can be repeated.
 
 If every task is blocked and no deadline is pending, the loop raises ``Deadlock``: a hang becomes a failing test.
 
@@ -18,6 +18,7 @@ import asyncio
 import random
 import selectors
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -33,7 +34,7 @@ class Deadlock(RuntimeError):
     """Every task is blocked and nothing will ever wake one."""
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _JumpingSelector(selectors.DefaultSelector):
     """Polls the real file descriptors and turns waiting into a jump of the loop's clock."""
 
     def __init__(self, grace_s: float) -> None:
@@ -66,7 +67,11 @@ class VirtualClock(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector(grace_s)
         super().__init__(self._jumping)
         self._random = None if seed is None else random.Random(seed)
-        self._jumping.next_deadline = lambda: self._scheduled[0].when()  # type: ignore[attr-defined]
+        self._jumping.next_deadline = self._next_deadline
+
+    def _next_deadline(self) -> float:
+        deadline: float = self._scheduled[0].when()  # type: ignore[attr-defined]
+        return deadline
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -82,9 +87,7 @@ class VirtualClock(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-def run_virtual(
-    function: Callable[..., Awaitable[T]], *args: Any, seed: int | None = None, grace_s: float = 0.0
-) -> T:
+def run_virtual(function: Callable[..., Awaitable[T]], *args: Any, seed: int | None = None, grace_s: float = 0.0) -> T:
     """Run ``await function(*args)`` on a new virtual clock and return its result.
 
     Example::
@@ -95,5 +98,5 @@ def run_virtual(
         >>> run_virtual(nap)
         3600.0
     """
-    options = {"loop_factory": lambda: VirtualClock(seed=seed, grace_s=grace_s)}
+    options = {"loop_factory": partial(VirtualClock, seed=seed, grace_s=grace_s)}
     return anyio.run(function, *args, backend="asyncio", backend_options=options)

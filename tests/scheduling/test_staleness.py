@@ -20,9 +20,7 @@ def _trainable(dues: tuple[int, ...], version: int, groups_per_step: int) -> boo
         return False
     if len(dues) <= groups_per_step:
         return True
-    return any(
-        _trainable(rest, version + 1, groups_per_step) for rest in _rests(tuple(sorted(dues)), groups_per_step)
-    )
+    return any(_trainable(rest, version + 1, groups_per_step) for rest in _rests(tuple(sorted(dues)), groups_per_step))
 
 
 def _rests(dues: tuple[int, ...], take: int) -> set[tuple[int, ...]]:

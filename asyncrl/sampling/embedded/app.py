@@ -55,7 +55,9 @@ class ServerOptions:
         if not (self.model / "config.json").is_file():
             raise ConfigError.for_value("--model", str(self.model), "a folder with a model (there is no config.json)")
         if self.host not in _LOOPBACK and not self.api_key:
-            raise ConfigError.for_value("--host", self.host, f"one of {', '.join(_LOOPBACK)}, or be used with an API key")
+            raise ConfigError.for_value(
+                "--host", self.host, f"one of {', '.join(_LOOPBACK)}, or be used with an API key"
+            )
         if not 0 <= self.port <= 65_535:
             raise ConfigError.for_value("--port", self.port, "between 0 and 65535")
         if self.dtype not in ("float32", "bfloat16", "float16"):

@@ -1,8 +1,8 @@
 """Which rows of the KV pool hold what: token-granular slots, and a trie of finished prefixes to reuse.
 
-A slot is one token's keys and values in every layer. A request owns the slots of its own tokens; what it has computed is
-put into the trie, where a later request with the same namespace and the same tokens finds it. Nodes that a request stands
-on are locked; the others are evicted, least recently used first, when slots run out.
+A slot is one token's keys and values in every layer. A request owns the slots of its own tokens; what it has computed
+is put into the trie, where a later request with the same namespace and the same tokens finds it. Nodes that a request
+stands on are locked; the others are evicted, least recently used first, when slots run out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Node", "PrefixCache"]
 
 
 class Node:
-    """One cached token. ``locks`` counts the requests that stand on it; its ancestors are safe because it is their child."""
+    """One cached token. ``locks`` counts the requests that stand on it; while it lives, its ancestors do."""
 
     __slots__ = ("children", "last_use", "locks", "parent", "slot", "token")
 
@@ -36,12 +36,6 @@ class PrefixCache:
         self._free = list(range(slots - 1, -1, -1))
         self._roots: dict[Hashable, Node] = {}
         self._clock = count(1)
-        self._cached = 0
-
-    @property
-    def available(self) -> int:
-        """Slots that could be allocated now: free, or cached. Cached ones that are locked count too, so this is a bound."""
-        return len(self._free) + self._cached
 
     @property
     def free(self) -> int:
@@ -91,8 +85,8 @@ class PrefixCache:
     ) -> tuple[Node | None, list[int]]:
         """Cache ``tokens`` with their ``slots``; those before ``owned_from`` are the trie's own already.
 
-        Returns the deepest node, locked, and the slots as the trie has them: where another request cached the same token
-        first, its slot is used and ours is given back.
+        Returns the deepest node, locked, and the slots as the trie has them: where another request cached the same
+        token first, its slot is used and ours is given back.
         """
         node = self._roots.setdefault(namespace, Node(None, -1, -1))
         kept = []
@@ -101,7 +95,6 @@ class PrefixCache:
             child = node.children.get(token)
             if child is None:
                 child = node.children[token] = Node(node, token, slot)
-                self._cached += 1
             elif position >= owned_from and child.slot != slot:
                 self._free.append(slot)
             child.last_use = now
@@ -122,7 +115,6 @@ class PrefixCache:
         while leaves and wanted > 0:
             _, _, node = heapq.heappop(leaves)
             self._free.append(node.slot)
-            self._cached -= 1
             wanted -= 1
             parent = node.parent
             if parent is None:

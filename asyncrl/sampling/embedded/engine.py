@@ -1,7 +1,8 @@
 """The embedded engine: schedule, run, postprocess, one step at a time. Synchronous; ``service`` gives it a loop.
 
-A step is one forward pass: a prefill of waiting requests if there are any that fit, else one more token for every running
-request. When the KV pool is full the youngest running request is retracted: it waits again with the tokens that it has.
+A step is one forward pass: a prefill of waiting requests if there are any that fit, else one more token for every
+running request. When the KV pool is full the youngest running request is retracted: it waits again with the tokens
+that it has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ class Engine:
     """Owns the requests and the KV pool. No method may run beside another one."""
 
     def __init__(
-        self, model: DecoderModel, tokenizer: Any, *, max_running_requests: int, random_seed: int, label: str = "default"
+        self,
+        model: DecoderModel,
+        tokenizer: Any,
+        *,
+        max_running_requests: int,
+        random_seed: int,
+        label: str = "default",
     ) -> None:
         self.model = model
         self.label = label
@@ -262,9 +269,7 @@ class Engine:
             self.label = label
 
 
-def _adapter_rows(
-    requests: Sequence[Request], device: torch.device
-) -> list[tuple[Adapter, torch.Tensor | None]]:
+def _adapter_rows(requests: Sequence[Request], device: torch.device) -> list[tuple[Adapter, torch.Tensor | None]]:
     rows: dict[int, tuple[Adapter, list[int]]] = {}
     for row, request in enumerate(requests):
         if request.adapter is not None:

@@ -1,7 +1,8 @@
 """The forward pass of dense Llama-family models, with a KV pool and several LoRA adapters in one batch.
 
-It exists beside transformers because a sampler needs what a plain forward does not give: rows of different lengths whose
-keys and values lie in one pool, and adapters chosen by row. Left out: quantised weights, mixture of experts, sliding windows.
+It exists beside transformers because a sampler needs what a plain forward does not give: rows of different lengths
+whose keys and values lie in one pool, and adapters chosen by row. Left out: quantised weights, mixture of experts,
+sliding windows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import orjson
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -34,8 +34,8 @@ def draw(
 ) -> tuple[list[int], list[float]]:
     """One token for each row of (B, V) logits, and its log-probability.
 
-    The log-probability is taken after the temperature and before top-k, top-p and min-p. Temperature 0 is the most likely
-    token, with the log-probability at temperature 1. ``uniforms`` are the draws in [0, 1), one a row.
+    The log-probability is taken after the temperature and before top-k, top-p and min-p. Temperature 0 is the most
+    likely token, with the log-probability at temperature 1. ``uniforms`` are the draws in [0, 1), one a row.
     """
     rows = [_Row(1.0, True) if p.temperature < _GREEDY_BELOW else _Row(p.temperature, p.top_k == 1) for p in params]
     if any(row.temperature != 1.0 for row in rows):

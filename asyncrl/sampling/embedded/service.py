@@ -1,8 +1,8 @@
 """The engine's life on the event loop: requests in, replies out, and control operations between two steps.
 
-Steps run in one worker thread. Whatever else touches the engine holds ``_between_steps``, so it never sees half a step.
-New requests only go through ``_arrived``, which the loop empties before a step: while the engine is paused or its weights are
-being replaced, they wait there.
+Steps run in one worker thread. Whatever else touches the engine holds ``_between_steps``, so it never sees half a
+step. New requests only go through ``_arrived``, which the loop empties before a step: while the engine is paused or
+its weights are being replaced, they wait there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _STEPS = 16
 class Service:
     """What the routes talk to. ``context_length`` bounds prompt and output together."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, *, worker: Worker, context_length: int, eos: frozenset[int]) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Any, *, worker: Worker, context_length: int, eos: frozenset[int]
+    ) -> None:
         self.engine = engine
         self.paused = False
         self.adapters: dict[str, LoadedAdapter] = {}
@@ -130,7 +132,7 @@ class Service:
         return True
 
     async def update_weights(self, path: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
-        """Replace the weights: between two steps if paused, else after the requests under way, which new ones wait for."""
+        """Replace the weights: between two steps if paused, else after the requests that run; new ones wait."""
         if abort_all:
             await self.abort_all()
         self._updating = True
@@ -142,7 +144,9 @@ class Service:
             except (OSError, ValueError) as error:
                 raise WireError(400, {"success": False, "message": f"Failed to update weights: {error}"}) from error
             if flush and not await self.flush():
-                message = "Weights were updated, but the cache was not flushed because requests are still running or queued."
+                message = (
+                    "Weights were updated, but the cache was not flushed because requests are still running or queued."
+                )
                 raise WireError(400, {"success": False, "message": message})
         finally:
             self._updating = False
@@ -182,9 +186,7 @@ class Service:
         return self.adapters[name]
 
     def _lora_error(self, message: str) -> WireError:
-        return WireError(
-            400, {"success": False, "error_message": message, "loaded_adapters": self.loaded_adapters()}
-        )
+        return WireError(400, {"success": False, "error_message": message, "loaded_adapters": self.loaded_adapters()})
 
     def _check(self, wire: GenerateRequest) -> None:
         length, limit = len(wire.input_ids), self._context_length
@@ -195,11 +197,13 @@ class Service:
             raise bad_value(f"The input ({length} tokens) is longer than the model's context length ({limit} tokens).")
         if length + wire.max_new_tokens > limit:
             raise bad_value(
-                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a total "
-                f"of {length + wire.max_new_tokens} tokens: {length} input and {wire.max_new_tokens} new."
+                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+                f"total of {length + wire.max_new_tokens} tokens: {length} input and {wire.max_new_tokens} new."
             )
         if length >= self.engine.model.slots - 1:
-            raise bad_value(f"Input length ({length}) exceeds the maximum allowed length ({self.engine.model.slots - 1})")
+            raise bad_value(
+                f"Input length ({length}) exceeds the maximum allowed length ({self.engine.model.slots - 1})"
+            )
         if wire.logprob_start_len > length:
             raise bad_value(f"logprob_start_len {wire.logprob_start_len} is longer than the input ({length} tokens)")
 
