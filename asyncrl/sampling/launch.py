@@ -112,7 +112,7 @@ async def _end(process: anyio.abc.Process) -> int:
     with anyio.move_on_after(_TERMINATE_S):
         await process.wait()
         return 0
-    pass
+    process.kill()
     await process.wait()
     return 0
 

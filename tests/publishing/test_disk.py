@@ -161,6 +161,9 @@ async def test_tokens_of_half_replaced_weights_are_never_used(tmp_path: Path) ->
         await run.publish(0)
         key = next(str(key) for key in range(99) if rendezvous(str(key), (URL, OTHER)) == URL)
         one.fault("/update_weights_from_disk", Fault(hold=True))
+        live: list[list[str]] = []
+        look = Fault(edit=lambda reply: live.append([server.url for server in run.sampler.live]))
+        one.fault("/continue_generation", look)
 
         async def sample() -> None:
             await one.wait_until(lambda: one.paused is not None)
@@ -170,6 +173,7 @@ async def test_tokens_of_half_replaced_weights_are_never_used(tmp_path: Path) ->
             tasks.start_soon(sample)
             await run.publish(1)
     assert servers == [OTHER]
+    assert live == [[OTHER]]
 
 
 @pytest.mark.virtual_clock
