@@ -27,6 +27,7 @@ from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.group import GroupPlan, run_group
 from asyncrl.rollout.renderer import Renderer, load_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings, VersionSource
+from asyncrl.sampling.transport import require_open_files
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import KVCache, SamplingPolicy, Schedule, require_choice, require_count
 from asyncrl.scheduling.slots import OrderedSlots
@@ -137,7 +138,8 @@ class RolloutEngine:
     async def opened(self, events: Events | None = None) -> AsyncGenerator[EngineSession, None]:
         """Bring up the policy with version 0 published."""
         events = events or Events()
-        async with self.policy.opened() as policy:
+        require_open_files(self.schedule.sample_requests)
+        async with self.policy.opened(events) as policy:
             renderer = await self._open_renderer(policy.learner.model_path)
             clock = PolicyClock()
             started = anyio.current_time()

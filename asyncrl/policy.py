@@ -7,15 +7,17 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import anyio
 
+from asyncrl.events import Events
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Publisher
 from asyncrl.publishing.disk import DiskPublisher
 from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.publishing.probe import Probe, model_vocab_size
 from asyncrl.sampling.base import Sampler
+from asyncrl.sampling.control import PauseMode
 from asyncrl.sampling.launch import EmbeddedServer
 from asyncrl.sampling.sglang import SGLang
 
@@ -38,6 +40,9 @@ class Policy:
     ``sampler``: ``rl.SGLang([..urls..])``; None starts the embedded server in a process of its own on this machine.
     ``directory``: where published versions are written, readable by the servers; None is a temporary folder.
     ``name``: prefix of adapter names on the servers; runs that share servers need different ones.
+    ``pause_mode``: what an update of all weights does to requests under way.
+    ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
+    after a publication; the default is for float32 on both sides.
     ``publisher``: None publishes LoRA adapters if the learner trains one, else full weights from disk.
     """
 
@@ -50,15 +55,17 @@ class Policy:
         directory: Path | str | None = None,
         name: str = "policy",
         sampler_threads: int = 1,
-        pause_mode: Literal["abort", "retract", "in_place"] = "retract",
+        pause_mode: PauseMode = "retract",
+        probe_tolerance: float = 1e-3,
     ) -> None:
         self.learner = learner
         self._sampler = sampler
         self._publisher = publisher
-        self._directory = None if directory is None else Path(directory)
+        self._directory = None if directory is None else Path(directory).resolve()
         self._name = name
         self._sampler_threads = sampler_threads
-        self._pause_mode = pause_mode
+        self._pause_mode: PauseMode = pause_mode
+        self._probe_tolerance = probe_tolerance
 
     @property
     def pins_versions(self) -> bool:
@@ -66,33 +73,44 @@ class Policy:
         return self.learner.lora_rank is not None if self._publisher is None else self._publisher.pins_versions
 
     @asynccontextmanager
-    async def opened(self) -> AsyncGenerator[OpenPolicy, None]:
-        """Load the model and start or reach the servers, both at once; end them at the exit."""
-        loaded = anyio.Event()
+    async def opened(self, events: Events) -> AsyncGenerator[OpenPolicy, None]:
+        """Load the model and start or reach the servers; end them at the exit.
 
-        async def load() -> None:
-            await self.learner.open()
-            loaded.set()
-
+        What happens to servers is reported in ``events``. Servers that were given are asked first, so that a wrong URL
+        is refused before anything is loaded; one of our own starts while the model is loaded.
+        """
         async with AsyncExitStack() as stack:
+            sampler = self._sampler
+            if sampler is not None:
+                await stack.enter_async_context(sampler.opened())
+            loaded = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.push_async_callback(self.learner.close)
-            tasks.start_soon(load)
-            sampler = self._sampler
+            tasks.start_soon(self._load, loaded)
             if sampler is None:
                 server = EmbeddedServer(self.learner.model_path, threads=self._sampler_threads)
-                sampler = SGLang([await stack.enter_async_context(server)])
-            await stack.enter_async_context(sampler.opened())
+                url = await stack.enter_async_context(server)
+                sampler = SGLang([url], vocab_size=model_vocab_size(self.learner.model_path))
+                await stack.enter_async_context(sampler.opened())
+            if isinstance(sampler, SGLang):
+                stack.callback(sampler.events.subscribe(events.emit))
             await loaded.wait()
-            publisher = self._publisher
-            if publisher is None:
-                directory = self._directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-")))
-                publisher = self._make_publisher(sampler, directory)
+            publisher = self._publisher or self._make_publisher(sampler, self._versions_directory(stack))
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
+
+    async def _load(self, loaded: anyio.Event) -> None:
+        await self.learner.open()
+        loaded.set()
+
+    def _versions_directory(self, stack: AsyncExitStack) -> Path:
+        if self._directory is not None:
+            return self._directory
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-")))
 
     def _make_publisher(self, sampler: Sampler, directory: Path) -> Publisher:
         if not isinstance(sampler, SGLang):
             raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
+        probe = Probe.for_model(self.learner.model_path, tolerance=self._probe_tolerance)
         if self.learner.lora_rank is not None:
-            return LoraPublisher(self.learner, sampler, directory, self._name)
-        return DiskPublisher(self.learner, sampler, directory, pause_mode=self._pause_mode)
+            return LoraPublisher(self.learner, sampler, directory, self._name, probe=probe)
+        return DiskPublisher(self.learner, sampler, directory, pause_mode=self._pause_mode, probe=probe)

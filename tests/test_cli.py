@@ -297,6 +297,7 @@ def test_serve_hands_its_options_over(
 
     served: list[Any] = []
     monkeypatch.setattr(serve, "run_server", served.append)
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("ASYNCRL_TEST_KEY", "hush")
     code = main(["serve", "--model", str(tmp_path), "--port", "0", "--api-key-env", "ASYNCRL_TEST_KEY"])
     assert code == 0
