@@ -185,13 +185,12 @@ class _Training:
         try:
             with staged, versions:
                 async with anyio.create_task_group() as tasks:
-                    evaluated = await self._evaluate(0)
+                    await self._evaluate(0)
                     tasks.start_soon(self._publish, versions)
                     tasks.start_soon(self._admit)
                     for n in range(1, self.steps + 1):
                         await consumer.wanted()
-                        await consumer.give(await self._step(n, staged, evaluated))
-                        evaluated = {}
+                        await consumer.give(await self._step(n, staged))
                     await self.clock.wait_published(self.clock.committed)
                     tasks.cancel_scope.cancel()
         finally:
@@ -222,7 +221,7 @@ class _Training:
             now = anyio.current_time()
             self.events.emit(VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference))
 
-    async def _step(self, n: int, staged: MemoryObjectSendStream[int], evaluated: Mapping[str, float]) -> Step:
+    async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step:
         started = anyio.current_time()
         version = self.clock.committed
         bound = None if self.plan.stale_policy == "keep" else self.plan.max_staleness
@@ -236,14 +235,20 @@ class _Training:
             max_staleness=bound,
             mask_stale=self.plan.stale_policy == "mask_span",
         )
-        groups, losses = await self._forward_backward(n, assembly)
-        optimized: Mapping[str, float] = {}
+        optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
+        try:
+            groups = await self._forward_backward(n, assembly)
+            if assembly.has_gradient:
+                optimized = await self._update(n, assembly.divisor)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.session.policy.learner.discard_gradients()
+            raise
         if assembly.has_gradient:
-            optimized = await self._update(n, assembly.divisor)
             await staged.send(self.clock.committed)
         else:
             self.admission.settle(None)
-        evaluated = {**evaluated, **await self._evaluate(n)}
+        await self._evaluate(n)
         now = anyio.current_time()
         metrics = {
             **self.recorder.take(
@@ -251,16 +256,16 @@ class _Training:
             ),
             **batch_metrics(groups, version=version, max_staleness=bound),
             **assembly.metrics(),
-            **{f"loss/{key}": value for key, value in losses.items()},
+            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self.plan.loss.diagnostics)},
+            **{f"loss/{key}": value for key, value in assembly.losses().items()},
             **{f"optimizer/{key}": value for key, value in optimized.items()},
-            **{f"eval/{key}": value for key, value in evaluated.items()},
             "train/batch_seconds": now - started,
         }
         self.events.emit(StepFinished(time=now, n=n, model_step=self.clock.committed, metrics=metrics))
         trajectories = [member for group in groups for member in group.members_G]
         return Step(n=n, model_step=self.clock.committed, metrics=metrics, trajectories=trajectories)
 
-    async def _forward_backward(self, n: int, assembly: StepAssembly) -> tuple[list[Group], Mapping[str, float]]:
+    async def _forward_backward(self, n: int, assembly: StepAssembly) -> list[Group]:
         """Take the batch, whole or in chunks, and accumulate its gradient."""
         remaining = min(self.plan.groups_per_step, self.groups - (n - 1) * self.plan.groups_per_step)
         groups: list[Group] = []
@@ -277,7 +282,7 @@ class _Training:
             sequences = assembly.add(chunk) if remaining else [*assembly.add(chunk), *assembly.finish()]
             if sequences:
                 await self._train_chunk(n, assembly, sequences)
-        return groups, assembly.losses()
+        return groups
 
     async def _take(self, size: int) -> list[Group]:
         batch = await self.batches.take(size)
@@ -293,14 +298,9 @@ class _Training:
     async def _train_chunk(self, n: int, assembly: StepAssembly, sequences: Sequence[Any]) -> None:
         learner = self.session.policy.learner
         started = anyio.current_time()
-        try:
-            if self.plan.loss.needs_proximal:
-                await learner.prepare_step(sequences)
-            result = await learner.forward_backward(sequences, self.plan.loss)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await learner.discard_gradients()
-            raise
+        if self.plan.loss.needs_proximal:
+            await learner.prepare_step(sequences)
+        result = await learner.forward_backward(sequences, self.plan.loss)
         assembly.record(result)
         now = anyio.current_time()
         self.events.emit(
@@ -320,12 +320,11 @@ class _Training:
         await self.session.policy.publisher.stage(version)
         return optimized
 
-    async def _evaluate(self, n: int) -> Mapping[str, float]:
-        """Measure the committed policy if an evaluation is due after step ``n``."""
-        if self.evaluator is None or not self.evaluator.due(n, self.steps):
-            return {}
-        await self.clock.wait_published(self.clock.committed)
-        return await self.evaluator.evaluate(self.session)
+    async def _evaluate(self, n: int) -> None:
+        """Measure the committed policy, if that is due after step ``n``; ``EvaluationFinished`` has the result."""
+        if self.evaluator is not None and self.evaluator.due(n, self.steps):
+            await self.clock.wait_published(self.clock.committed)
+            await self.evaluator.evaluate(self.session)
 
 
 def run(

@@ -58,7 +58,7 @@ class GroupCentered:
         """A group's advantages without the factor that only the whole batch knows."""
         if not baseline:
             return [0.0] * len(group)
-        mean = math.fsum(baseline) / len(baseline)
+        mean = _mean(baseline)
         scale = max(_deviation(baseline), self.eps) if self.standardize is True else 1.0
         return [0.0 if reward is None else (reward - mean) / scale for reward in group]
 
@@ -97,6 +97,11 @@ def _present(group: Sequence[float | None]) -> list[float]:
     return [reward for reward in group if reward is not None]
 
 
+def _mean(values: Sequence[float]) -> float:
+    # Rounding can put a mean outside of its values, and then a group without signal would have an advantage.
+    return min(max(math.fsum(values) / len(values), min(values)), max(values))
+
+
 def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
+    mean = _mean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

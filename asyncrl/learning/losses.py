@@ -59,11 +59,16 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """What ``AsyncTrainer(loss=..)`` takes; any object with these two members will do."""
+    """What ``AsyncTrainer(loss=..)`` takes; any object with these members will do."""
 
     @property
     def needs_proximal(self) -> bool:
         """True if ``proximal_logprobs`` must be computed before the step."""
+        ...
+
+    @property
+    def diagnostics(self) -> tuple[str, ...]:
+        """Names of what ``LossOutput.diagnostics`` holds."""
         ...
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
@@ -77,6 +82,7 @@ class CISPO:
 
     eps_max: float = 6.0
     needs_proximal: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl", "clipped_frac")
 
     def __post_init__(self) -> None:
         _require_positive("loss.eps_max", self.eps_max)
@@ -85,7 +91,7 @@ class CISPO:
         """See ``Loss``."""
         ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs).detach()
         loss = -ratio.clamp(max=self.eps_max) * inputs.advantages * inputs.logprobs
-        return _output(loss, inputs, ratio, clipped=ratio > self.eps_max)
+        return _output(loss, inputs, clipped=ratio > self.eps_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,7 @@ class PPO:
     clip_low: float = 0.2
     clip_high: float = 0.2
     needs_proximal: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl", "clipped_frac")
 
     def __post_init__(self) -> None:
         _require_clip(self.clip_low, self.clip_high)
@@ -106,7 +113,7 @@ class PPO:
         """See ``Loss``."""
         ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs)
         loss, clipped = _clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
-        return _output(loss, inputs, ratio, clipped=clipped)
+        return _output(loss, inputs, clipped=clipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +128,13 @@ class DecoupledPPO:
     clip_high: float = 0.2
     max_importance_weight: float = 5.0
     needs_proximal: ClassVar[bool] = True
+    diagnostics: ClassVar[tuple[str, ...]] = (
+        "ratio",
+        "kl",
+        "clipped_frac",
+        "behaviour_weight",
+        "behaviour_capped_frac",
+    )
 
     def __post_init__(self) -> None:
         _require_clip(self.clip_low, self.clip_high)
@@ -134,7 +148,7 @@ class DecoupledPPO:
         weight = behaviour.clamp(max=self.max_importance_weight)
         ratio = _ratio(inputs.logprobs, inputs.proximal_logprobs)
         surrogate, clipped = _clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
-        output = _output(weight * surrogate, inputs, ratio, clipped=clipped)
+        output = _output(weight * surrogate, inputs, clipped=clipped)
         capped = (behaviour > self.max_importance_weight).float()
         extra = {"behaviour_weight": weight, "behaviour_capped_frac": capped}
         return LossOutput(loss=output.loss, diagnostics={**output.diagnostics, **extra})
@@ -145,11 +159,12 @@ class ImportanceSampling:
     """-r A: unbiased and unbounded; use it with little staleness."""
 
     needs_proximal: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl")
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
         """See ``Loss``."""
         ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs)
-        return _output(-ratio * inputs.advantages, inputs, ratio)
+        return _output(-ratio * inputs.advantages, inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +172,11 @@ class PolicyGradient:
     """-A logp (REINFORCE): no correction for staleness at all."""
 
     needs_proximal: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl")
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
         """See ``Loss``."""
-        ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs).detach()
-        return _output(-inputs.advantages * inputs.logprobs, inputs, ratio)
+        return _output(-inputs.advantages * inputs.logprobs, inputs)
 
 
 _BY_NAME: Mapping[str, type[CISPO | PPO | DecoupledPPO | ImportanceSampling | PolicyGradient]] = {
@@ -203,13 +218,10 @@ def _clipped_surrogate(
     return -unclipped.minimum(clipped), clipped < unclipped
 
 
-def _output(
-    loss: torch.Tensor, inputs: LossInputs, ratio: torch.Tensor, *, clipped: torch.Tensor | None = None
-) -> LossOutput:
-    """``kl``: the estimate r - 1 - log r of KL(sampler || learner), which is never negative."""
-    ratio = ratio.detach()
-    log_ratio = ratio.log()
-    diagnostics = {"ratio": ratio, "kl": ratio - 1 - log_ratio}
+def _output(loss: torch.Tensor, inputs: LossInputs, *, clipped: torch.Tensor | None = None) -> LossOutput:
+    """``ratio``: r; ``kl``: the estimate r - 1 - log r of KL(sampler || learner), which is never negative."""
+    ratio = _ratio(inputs.logprobs.detach(), inputs.sampled_logprobs)
+    diagnostics = {"ratio": ratio, "kl": ratio - 1 - ratio.log()}
     if clipped is not None:
         diagnostics["clipped_frac"] = clipped.detach().float()
     return LossOutput(loss=loss, diagnostics=diagnostics)

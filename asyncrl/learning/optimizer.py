@@ -77,7 +77,7 @@ class Adam:
     def settings(self, n: int, steps: int) -> OptimizerSettings:
         """The numbers for batch ``n`` (from 0) of ``steps``."""
         factor = 1.0 if self.schedule is None else self.schedule(n, steps)
-        if factor < 0:
+        if not factor >= 0:
             raise ConfigError.for_value(f"optimizer.schedule({n}, {steps})", factor, "at least 0")
         return OptimizerSettings(
             lr=self.lr * factor,

@@ -17,6 +17,7 @@ import orjson
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError, NonFiniteError
@@ -58,21 +59,20 @@ class TorchModel:
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         self._path = path
-        self._device = torch.device(_device(device))
+        self._device = _device(device)
         self._micro_batch_tokens = micro_batch_tokens
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
         self._lora: Any = None if lora is None else _with_adapter(model, lora)
         self._causal: Any = model.to(self._device)
-        self._causal.config.use_cache = False
-        if gradient_checkpointing:
-            self._causal.gradient_checkpointing_enable({"use_reentrant": False})
-            self._causal.enable_input_require_grads()
-        # Dropout would make the learner disagree with the sampler; there is none in what we train.
+        # Dropout would make the learner disagree with the sampler.
         self._causal.eval()
+        if gradient_checkpointing:
+            _checkpoint_layers(self._causal)
         self._parameters = [parameter for parameter in self._causal.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, fused=True)
+        self._masters = [_master(parameter) for parameter in self._parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=0.0, fused=True)
         self._proximal: dict[int, tuple[TrainingSequence, torch.Tensor]] = {}
 
     def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
@@ -110,14 +110,15 @@ class TorchModel:
 
     def optimizer_step(self, settings: OptimizerSettings, divisor: float) -> Mapping[str, float]:
         """See ``Learner``."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        torch._foreach_div_(gradients, divisor)
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        for gradient in gradients:
+            gradient.div_(divisor)
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
             self.discard_gradients()
             raise NonFiniteError(f"the gradient norm is {float(norm)}; no step was taken")
         if settings.grad_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, settings.grad_clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._masters, settings.grad_clip_norm, norm)
         for group in self._optimizer.param_groups:
             group.update(
                 lr=settings.lr,
@@ -126,6 +127,10 @@ class TorchModel:
                 weight_decay=settings.weight_decay,
             )
         self._optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if parameter is not master:
+                    parameter.copy_(master)
         self.discard_gradients()
         return {"grad_norm": float(norm), "lr": settings.lr}
 
@@ -169,18 +174,16 @@ class TorchModel:
         """(N,) float32 log-probabilities of the trained tokens, sequence after sequence, and (N,) entropies."""
         longest = max(len(sequence.tokens) for sequence in batch)
         ids = np.zeros((len(batch), longest), dtype=np.int64)
-        present = np.zeros((len(batch), longest), dtype=np.int64)
         mask = np.zeros((len(batch), longest), dtype=np.bool_)
         for row, sequence in enumerate(batch):
             length = len(sequence.tokens)
             ids[row, :length] = sequence.tokens
-            present[row, :length] = 1
             mask[row, :length] = sequence.mask
         input_ids = self._tensor(ids)  # (B, T)
         trained = self._tensor(mask)[:, 1:]  # (B, T - 1)
-        hidden = self._causal.base_model(
-            input_ids=input_ids, attention_mask=self._tensor(present), use_cache=False
-        ).last_hidden_state[:, :-1][trained]  # (N, D): the state before each trained token
+        # The padding is on the right, where causal attention never looks from a token: it needs no attention mask.
+        states = self._causal.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, D)
+        hidden = states[:, :-1][trained]  # (N, D): the state before each trained token
         logits = self._causal.get_output_embeddings()(hidden).float()  # (N, V)
         temperatures = self._repeated([sequence.temperature for sequence in batch], batch)
         log_softmax = torch.log_softmax(logits / temperatures[:, None], dim=-1)
@@ -204,10 +207,41 @@ class TorchModel:
         return torch.from_numpy(array).to(self._device)
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError.for_value("model.device", name, "'auto' or a device of torch such as 'cuda:0'") from error
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Have the layers compute their activations again in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # They do so only in training mode. The modules inside, where dropout would be, stay in evaluation mode.
+            module.training = True
+
+
+def _master(parameter: torch.Tensor) -> torch.Tensor:
+    """What the optimizer changes: a float32 parameter itself, or a float32 copy that takes over each gradient.
+
+    In 16 bits most updates are smaller than the rounding, and would be lost.
+    """
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = parameter.detach().float()
+
+    def take_over(source: torch.Tensor) -> None:
+        if source.grad is not None:
+            gradient = source.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            source.grad = None
+
+    parameter.register_post_accumulate_grad_hook(take_over)
+    return master
 
 
 def _with_adapter(model: Any, lora: LoraConfig) -> Any:

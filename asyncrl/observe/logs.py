@@ -30,7 +30,6 @@ LogStyle = Literal["console", "json"]
 
 _STEP_KEYS = {
     "reward": "reward/mean",
-    "eval_reward": "eval/reward_mean",
     "loss": "loss/loss",
     "max_age": "staleness/span_age_max",
     "wait_seconds": "staleness/wait_seconds",

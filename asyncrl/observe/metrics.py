@@ -3,7 +3,7 @@
 ``batch_metrics`` is a pure function of the batch. ``MetricsRecorder`` sums events between two steps; work for later
 batches counts too, because it is what the machines did in that time. Every key is in every step, zero if nothing
 happened; only ``rollout/<key>`` follows the environment. Left out, because only their owners know them: ``loss/*``,
-``optimizer/*``, ``eval/*`` and ``train/active_groups``, which the trainer adds.
+``optimizer/*`` and ``train/active_groups``, which the trainer adds.
 """
 
 from __future__ import annotations
