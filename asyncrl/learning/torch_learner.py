@@ -28,8 +28,8 @@ DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 class TorchLearner:
     """Trains the transformers model in the folder ``model``, a LoRA adapter of it or all weights.
 
-    ``dtype``: of parameters and compute; on a CPU bfloat16 is several times slower than float32. What is trained is kept
-    in float32 beside it.
+    ``dtype``: of parameters and compute; on a CPU bfloat16 is several times slower than float32. The
+    optimizer works in float32 with either.
     ``device``: "auto" is the GPU if there is one.
     ``threads``: of torch on the CPU; None leaves torch's choice, which is too many if a sampler shares the machine.
     ``micro_batch_tokens``: tokens of one forward pass, padding included; bounds memory, does not change the gradient.
