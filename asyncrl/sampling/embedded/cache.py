@@ -13,6 +13,9 @@ from itertools import count
 
 __all__ = ["Node", "PrefixCache"]
 
+_EVICTED_SHARE = 8
+# Finding what to evict looks at every cached token, so at least this part of the pool is evicted at once.
+
 
 class Node:
     """One cached token. ``locks`` counts the requests that stand on it; while it lives, its ancestors do."""
@@ -69,16 +72,12 @@ class PrefixCache:
     def allocate(self, wanted: int) -> list[int] | None:
         """That many slots, evicting unlocked prefixes if need be; None if there are not enough."""
         if len(self._free) < wanted:
-            self._evict(wanted - len(self._free))
+            self._evict(max(wanted - len(self._free), self.slots // _EVICTED_SHARE))
         if len(self._free) < wanted:
             return None
         taken = self._free[len(self._free) - wanted :]
         del self._free[len(self._free) - wanted :]
         return taken
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Give back slots that no node holds."""
-        self._free.extend(slots)
 
     def insert(
         self, namespace: Hashable, tokens: Sequence[int], slots: Sequence[int], *, owned_from: int

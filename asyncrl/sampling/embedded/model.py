@@ -2,7 +2,7 @@
 
 It exists beside transformers because a sampler needs what a plain forward does not give: rows of different lengths
 whose keys and values lie in one pool, and adapters chosen by row. Left out: quantised weights, mixture of experts,
-sliding windows.
+sliding windows, adapters of the embedding or the head.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["Adapter", "DecoderModel", "ForwardBatch", "load_adapter"]
+__all__ = ["Adapter", "DecoderModel", "ForwardBatch"]
 
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_PREFIX = "base_model.model.model.layers."
+_ROPE_TYPES = ("default", "linear", "llama3")
+# Those whose frequencies do not depend on the length of the sequence.
+_LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj") + (
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_ADAPTED = "base_model.model."
+_UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+# Options of an adapter that SGLang refuses or ignores; ignoring them would be another policy than the trained one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adapter:
-    """A LoRA adapter: module path ("3.self_attn.q_proj") -> (A, B), with the scale in B."""
+    """A LoRA adapter: module ("model.layers.3.self_attn.q_proj") -> (A, B), with the scale in B."""
 
     name: str
     modules: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -43,12 +53,12 @@ class ForwardBatch:
     """(B, Q)"""
     positions: torch.Tensor
     """(B, Q) position of each new token in its sequence."""
-    valid: torch.Tensor
-    """(B, Q) False for padding."""
+    new_tokens: torch.Tensor | None
+    """(N,) where the new tokens are among the B * Q entries, row after row; None if there is no padding."""
     context_slots: torch.Tensor
     """(B, L) pool slot of each context token; anything where there is none."""
     new_slots: torch.Tensor
-    """(N,) pool slots of the valid new tokens, row after row."""
+    """(N,) pool slots of the new tokens, row after row."""
     adapters: Sequence[tuple[Adapter, torch.Tensor | None]]
     """Adapters and the rows that use them; None for all rows."""
 
@@ -57,28 +67,25 @@ class DecoderModel:
     """Weights of the model in ``path``, and a KV pool of ``slots`` tokens."""
 
     def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device, slots: int | None) -> None:
-        self.config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
-        architecture = (self.config.architectures or ["?"])[0]
-        if architecture not in _ARCHITECTURES:
-            raise ConfigError(
-                f"the embedded server has no forward pass for {architecture}; it knows {', '.join(_ARCHITECTURES)}: "
-                "serve this model with SGLang"
-            )
-        self._dtype = dtype
+        config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
+        _check_supported(config)
+        self.config = config
         self.device = device
-        config = self.config
+        self._dtype = dtype
         self._layers: int = config.num_hidden_layers
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._epsilon: float = config.rms_norm_eps
         rotary = LlamaRotaryEmbedding(config)
         self._inverse_frequencies = rotary.inv_freq.float().to(device)
         self._rotary_scale: float = rotary.attention_scaling
+        self._weights: dict[str, torch.Tensor] = {}
         self.load_weights(path)
         self.slots = slots or self._default_slots()
-        shape = (self.slots, self._kv_heads, self._head_dim)
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self._layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self._layers)]
+        # Keys and values of a token lie side by side, so that a context is gathered at once.
+        shape = (self.slots, 2 * self._kv_heads, self._head_dim)
+        self._pool = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self._layers)]
 
     def load_weights(self, path: Path) -> None:
         """Read every weight from the model folder ``path``; nothing changes if one is missing or has another shape."""
@@ -88,15 +95,39 @@ class DecoderModel:
         read: dict[str, torch.Tensor] = {}
         for file in files:
             read.update(load_file(file))
+        missing = [name for name in self._needed() if name not in read]
+        if missing:
+            raise ConfigError.for_value("model", str(path), f"a folder with all weights; {missing[0]} is missing")
         weights = {name: tensor.to(self.device, self._dtype) for name, tensor in read.items()}
-        if self.config.tie_word_embeddings or "lm_head.weight" not in weights:
+        if self.config.tie_word_embeddings:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        before = getattr(self, "_weights", None)
-        if before is not None and {name: tensor.shape for name, tensor in before.items()} != {
-            name: tensor.shape for name, tensor in weights.items()
-        }:
-            raise ValueError(f"the weights in {path} are not those of the model that is served")
+        for name, before in self._weights.items():
+            if name not in weights or weights[name].shape != before.shape:
+                raise ValueError(f"{path} is another model than the one that is served: its {name} differs")
         self._weights = weights
+
+    def load_adapter(self, name: str, path: Path) -> Adapter:
+        """Read a PEFT folder. Raises ``ValueError`` for what is not a plain LoRA adapter of this model."""
+        config = orjson.loads((path / "adapter_config.json").read_bytes())
+        unsupported = [key for key in _UNSUPPORTED if config.get(key)]
+        if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unsupported:
+            raise ValueError(f"{path} is not a plain LoRA adapter: {unsupported or config.get('peft_type')}")
+        tensors = load_file(path / "adapter_model.safetensors")
+        pairs: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            module, _, side = key.removesuffix(".weight").rpartition(".")
+            pairs.setdefault(module.removeprefix(_ADAPTED), {})[side] = tensor
+        scale = config["lora_alpha"] / config["r"]
+        modules: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module, pair in pairs.items():
+            if module.partition("layers.")[2].partition(".")[2] not in _LINEAR:
+                raise ValueError(f"{path} adapts {module}, which is not a linear module of a layer")
+            a, b = pair["lora_A"], pair["lora_B"]
+            weight = self._weights.get(module + ".weight")
+            if weight is None or weight.shape != (b.shape[0], a.shape[1]):
+                raise ValueError(f"{path} does not fit the model that is served: {module}")
+            modules[module] = (a.to(self.device, self._dtype), (b * scale).to(self.device, self._dtype))
+        return Adapter(name=name, modules=modules)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -106,13 +137,14 @@ class DecoderModel:
         context = torch.arange(batch.context_slots.shape[1], device=self.device)
         visible = context[None, None, None, :] <= batch.positions[:, None, :, None]  # (B, 1, Q, L)
         for layer in range(self._layers):
-            normed = self._norm(x, f"{layer}.input_layernorm")
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(x, prefix + "input_layernorm")
             x = x + self._attention(layer, normed, batch, cos, sin, visible)
-            normed = self._norm(x, f"{layer}.post_attention_layernorm")
-            gate = F.silu(self._linear(normed, f"{layer}.mlp.gate_proj", batch))
-            up = self._linear(normed, f"{layer}.mlp.up_proj", batch)
-            x = x + self._linear(gate * up, f"{layer}.mlp.down_proj", batch)
-        return self._rms(x, self._weights["model.norm.weight"])
+            normed = self._norm(x, prefix + "post_attention_layernorm")
+            gate = F.silu(self._linear(normed, prefix + "mlp.gate_proj", batch))
+            up = self._linear(normed, prefix + "mlp.up_proj", batch)
+            x = x + self._linear(gate * up, prefix + "mlp.down_proj", batch)
+        return self._norm(x, "model.norm")
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -129,17 +161,18 @@ class DecoderModel:
         visible: torch.Tensor,
     ) -> torch.Tensor:
         rows, queries, _ = x.shape
-        prefix = f"{layer}.self_attn."
+        prefix = f"model.layers.{layer}.self_attn."
         q = self._linear(x, prefix + "q_proj", batch).view(rows, queries, self._heads, self._head_dim)
         k = self._linear(x, prefix + "k_proj", batch).view(rows, queries, self._kv_heads, self._head_dim)
         v = self._linear(x, prefix + "v_proj", batch).view(rows, queries, self._kv_heads, self._head_dim)
-        if f"model.layers.{prefix}q_norm.weight" in self._weights:
+        if prefix + "q_norm.weight" in self._weights:
             q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        self._keys[layer][batch.new_slots] = k[batch.valid]
-        self._values[layer][batch.new_slots] = v[batch.valid]
-        keys = self._keys[layer][batch.context_slots].transpose(1, 2)  # (B, H_kv, L, d)
-        values = self._values[layer][batch.context_slots].transpose(1, 2)
+        new = torch.cat([k, v], dim=2).flatten(0, 1)  # (B * Q, 2 H_kv, d)
+        pool = self._pool[layer]
+        pool[batch.new_slots] = new if batch.new_tokens is None else new[batch.new_tokens]
+        context = pool.index_select(0, batch.context_slots.flatten()).view(rows, -1, 2 * self._kv_heads, self._head_dim)
+        keys, values = context.transpose(1, 2).split(self._kv_heads, dim=1)  # (B, H_kv, L, d)
         # The query heads of one key head go into one longer query, so that keys are not copied for each of them.
         share = self._heads // self._kv_heads
         q = q.view(rows, queries, self._kv_heads, share, self._head_dim).permute(0, 2, 3, 1, 4)
@@ -150,8 +183,7 @@ class DecoderModel:
         return self._linear(out.reshape(rows, queries, self._heads * self._head_dim), prefix + "o_proj", batch)
 
     def _linear(self, x: torch.Tensor, module: str, batch: ForwardBatch) -> torch.Tensor:
-        name = f"model.layers.{module}"
-        out = F.linear(x, self._weights[name + ".weight"], self._weights.get(name + ".bias"))
+        out = F.linear(x, self._weights[module + ".weight"], self._weights.get(module + ".bias"))
         for adapter, rows in batch.adapters:
             pair = adapter.modules.get(module)
             if pair is None:
@@ -164,10 +196,7 @@ class DecoderModel:
         return out
 
     def _norm(self, x: torch.Tensor, module: str) -> torch.Tensor:
-        return self._rms(x, self._weights[f"model.layers.{module}.weight"])
-
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return F.rms_norm(x, (x.shape[-1],), self._weights[module + ".weight"], self._epsilon)
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[..., None].float() * self._inverse_frequencies  # (B, Q, d / 2)
@@ -175,29 +204,34 @@ class DecoderModel:
         scale = self._rotary_scale
         return (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
 
+    def _needed(self) -> list[str]:
+        names = ["model.embed_tokens", "model.norm"]
+        names += [f"model.layers.{i}.{module}" for i in range(self._layers) for module in (*_LINEAR, *_NORMS)]
+        if not self.config.tie_word_embeddings:
+            names.append("lm_head")
+        return [name + ".weight" for name in names]
+
     def _default_slots(self) -> int:
         """A gigabyte of keys and values, but no more than 64k tokens."""
         per_token = 2 * self._layers * self._kv_heads * self._head_dim * self._dtype.itemsize
         return min(65_536, 2**30 // per_token)
 
 
-def load_adapter(name: str, path: Path, *, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Read a PEFT folder. Raises ``ValueError`` for what a server of SGLang's kind cannot apply."""
-    config = orjson.loads((path / "adapter_config.json").read_bytes())
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
-        raise ValueError(f"{path} is not a plain LoRA adapter")
-    scale = config["lora_alpha"] / config["r"]
-    tensors = load_file(path / "adapter_model.safetensors")
-    modules: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for key, a in tensors.items():
-        if ".lora_B" in key:
-            continue
-        if not key.startswith(_PREFIX):
-            raise ValueError(f"{path} adapts {key}, which is outside of the layers' linear modules")
-        module = key.removeprefix(_PREFIX).partition(".lora_A")[0]
-        b = tensors[key.replace(".lora_A", ".lora_B")] * scale
-        modules[module] = (a.to(device, dtype), b.to(device, dtype))
-    return Adapter(name=name, modules=modules)
+def _check_supported(config: Any) -> None:
+    architecture = (config.architectures or ["?"])[0]
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    checks = {
+        f"the architecture {architecture}": architecture in _ARCHITECTURES,
+        f"rope of type {rope!r}": rope in _ROPE_TYPES,
+        f"the activation {config.hidden_act!r}": config.hidden_act == "silu",
+        "sliding windows": not getattr(config, "use_sliding_window", False),
+    }
+    for feature, known in checks.items():
+        if not known:
+            raise ConfigError(
+                f"the embedded server has no forward pass for {feature}; it knows {', '.join(_ARCHITECTURES)} with rope "
+                f"of type {', '.join(_ROPE_TYPES)}, silu and full attention: serve this model with SGLang"
+            )
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
