@@ -26,7 +26,8 @@ from asyncrl.config import ModelSection, Recipe, cache_directory
 from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluator
-from asyncrl.learning.losses import loss_from
+from asyncrl.learning.base import Learner
+from asyncrl.learning.losses import Loss, loss_from
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.policy import Policy
 from asyncrl.rollout.env import Env
@@ -63,21 +64,55 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
 
 def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
     base = recipe.path.resolve().parent
-    env = _environment(recipe.env.factory, recipe.env.options, base)
-    rows = _rows("data.train", recipe.data.train, base)
-    evaluator = _evaluator(recipe, base)
-    loss = loss_from(recipe.trainer.loss, **recipe.loss)
+    parts = _Parts(
+        env=_environment(recipe.env.factory, recipe.env.options, base),
+        rows=_rows("data.train", recipe.data.train, base),
+        evaluator=_evaluator(recipe, base),
+        loss=loss_from(recipe.trainer.loss, **recipe.loss),
+    )
+    if recipe.model.source is not None:
+        # Making the model can take a minute: what is refused anyway is refused before that.
+        unmade: Any = _UnmadeLearner(lora_rank=recipe.model.lora.r if recipe.model.lora else None)
+        _wire(recipe, parts, unmade, directory)
+    learner = TorchLearner(
+        _model(recipe.model, base),
+        lora=recipe.model.lora,
+        dtype=recipe.model.dtype,
+        device=recipe.model.device,
+        threads=recipe.model.threads,
+        seed=recipe.rollout.seed,
+    )
+    return _wire(recipe, parts, learner, directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What the recipe's references stand for."""
+
+    env: Callable[[], Env]
+    rows: Sequence[Row]
+    evaluator: Evaluator | None
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnmadeLearner:
+    """As much of a learner as the checks of a run look at."""
+
+    lora_rank: int | None
+
+
+def _wire(recipe: Recipe, parts: _Parts, learner: Learner, directory: Path | None) -> ComposedRun:
     sampler = recipe.sampler
-    servers = SGLang(sampler.urls, api_key=sampler.api_key()) if sampler.urls else None
-    settings = _keywords(recipe.model, without=("path", "source"))
-    learner = TorchLearner(_model(recipe.model, base), seed=recipe.rollout.seed, **settings)
     policy = Policy(
         learner,
-        sampler=servers,
+        sampler=SGLang(sampler.urls, api_key=sampler.api_key()) if sampler.urls else None,
         directory=None if directory is None else directory / "adapters",
         sampler_threads=sampler.threads,
     )
-    engine = RolloutEngine(policy, env=env, budget=recipe.budget, schedule=recipe.schedule, **_keywords(recipe.rollout))
+    engine = RolloutEngine(
+        policy, env=parts.env, budget=recipe.budget, schedule=recipe.schedule, **_keywords(recipe.rollout)
+    )
     overlap = recipe.trainer.forward_backward_batch
     trainer = AsyncTrainer(
         engine=engine,
@@ -85,12 +120,14 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
         advantage=recipe.advantage,
         completion=recipe.completion,
         truncation=recipe.truncation,
-        loss=loss,
-        evaluator=evaluator,
+        loss=parts.loss,
+        evaluator=parts.evaluator,
         forward_backward_batch=None if overlap == "off" else overlap,
         **_keywords(recipe.trainer, without=("steps", "loss", "forward_backward_batch")),
     )
-    return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=rows, steps=recipe.trainer.steps)
+    return ComposedRun(
+        trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.trainer.steps
+    )
 
 
 def resolve(key: str, reference: str, base: Path) -> Any:

@@ -176,3 +176,11 @@ def test_a_model_source_that_fails_leaves_nothing(recipe: Path) -> None:
     with pytest.raises(RuntimeError, match="out of disk"):
         _compose(recipe)
     assert list((recipe.parent / "cache/asyncrl/models").iterdir()) == []
+
+
+def test_a_refused_combination_makes_no_model(recipe: Path) -> None:
+    """What the engine and the trainer refuse is refused before the model is made, which may take long."""
+    _use_source(recipe, "build")
+    with pytest.raises(ConfigError, match="max_staleness is -1"):
+        _compose(recipe, "trainer.max_staleness=-1")
+    assert not (recipe.parent / "cache").exists()
