@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 
+from asyncrl.errors import ConfigError
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Publisher
@@ -34,11 +35,12 @@ class OpenPolicy:
 
 
 class Policy:
-    """What is trained and sampled.
+    """What is trained and sampled. Each run starts from the model in the learner's folder.
 
     ``learner``: the parameters, for example ``rl.TorchLearner("models/qwen")``.
     ``sampler``: ``rl.SGLang([..urls..])``; None starts the embedded server in a process of its own on this machine.
-    ``directory``: where published versions are written, readable by the servers; None is a temporary folder.
+    ``directory``: where published versions are written, readable by the servers; the newest is left there as the
+    result. None is a temporary folder.
     ``name``: prefix of adapter names on the servers; runs that share servers need different ones.
     ``pause_mode``: what an update of all weights does to requests under way.
     ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
@@ -66,6 +68,7 @@ class Policy:
         self._sampler_threads = sampler_threads
         self._pause_mode: PauseMode = pause_mode
         self._probe_tolerance = probe_tolerance
+        self._in_use = False
 
     @property
     def pins_versions(self) -> bool:
@@ -79,7 +82,11 @@ class Policy:
         What happens to servers is reported in ``events``. Servers that were given are asked first, so that a wrong URL
         is refused before anything is loaded; one of our own starts while the model is loaded.
         """
+        if self._in_use:
+            raise ConfigError("the policy is in use: one run at a time can train or sample it")
         async with AsyncExitStack() as stack:
+            self._in_use = True
+            stack.callback(self._free)
             sampler = self._sampler
             if sampler is not None:
                 await stack.enter_async_context(sampler.opened())
@@ -97,6 +104,9 @@ class Policy:
             await loaded.wait()
             publisher = self._publisher or self._make_publisher(sampler, self._versions_directory(stack))
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
+
+    def _free(self) -> None:
+        self._in_use = False
 
     async def _load(self, loaded: anyio.Event) -> None:
         await self.learner.open()

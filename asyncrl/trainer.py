@@ -34,6 +34,7 @@ from asyncrl.events import (
     GroupAdmitted,
     GroupBorn,
     LearnerStepped,
+    Notice,
     StepFinished,
     VersionCommitted,
     VersionPublished,
@@ -179,6 +180,7 @@ class _Training:
 
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
+        self._warn()
         unsubscribe = self.events.subscribe(self.recorder.observe)
         # As many versions may wait for publication as the bound allows the trainer to be ahead.
         staged, versions = anyio.create_memory_object_stream[int](max(1, self.plan.max_staleness))
@@ -195,6 +197,19 @@ class _Training:
                     tasks.cancel_scope.cancel()
         finally:
             unsubscribe()
+
+    def _warn(self) -> None:
+        """Say once what the chosen rules can lose."""
+        losses = {
+            "wait": "",
+            "mask_span": "segments older than max_staleness get no gradient; most are of slow trajectories",
+            "keep": "the age of trained tokens is measured but not bounded",
+        }
+        if reason := losses[self.plan.stale_policy]:
+            keys = {"stale_policy": self.plan.stale_policy, "reason": reason}
+            self.events.emit(
+                Notice(time=anyio.current_time(), name="staleness_not_bounded", level="warning", keys=keys)
+            )
 
     async def _admit(self) -> None:
         async with anyio.create_task_group() as tasks:

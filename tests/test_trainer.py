@@ -11,7 +11,16 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError, NonFiniteError, PublicationError
-from asyncrl.events import BarrierOpened, ChunkTrained, EvaluationFinished, Event, Events, MemberFailed, SegmentSampled
+from asyncrl.events import (
+    BarrierOpened,
+    ChunkTrained,
+    EvaluationFinished,
+    Event,
+    Events,
+    MemberFailed,
+    Notice,
+    SegmentSampled,
+)
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import (
     END,
@@ -421,3 +430,45 @@ def test_rollouts_without_a_trainer() -> None:
 
     assert run_virtual(main) == [1, 2, 0]
     assert sampler.peak_in_flight == 4
+
+
+@pytest.mark.parametrize("rule", ["mask_span", "keep"])
+def test_rules_without_a_bound_do_not_wait_and_say_so(rule: Any) -> None:
+    """One warning; a straggler no longer holds the trainer; masked or kept, its age is in the metrics."""
+
+    def seconds(request: SegmentRequest) -> float:
+        return 100.0 if request.trajectory_id == "000000-000" else 1.0
+
+    case = _Case(
+        sampler=ScriptedSampler(seconds=seconds),
+        learner=ScriptedLearner(train_s=10.0),
+        max_staleness=1,
+        stale_policy=rule,
+        allow_trajectory_loss=True,
+        allow_unbounded_staleness=True,
+    )
+    run_virtual(case.run, 12)
+    assert [event.name for event in case.of(Notice)] == ["staleness_not_bounded"]
+    assert case.of(BarrierOpened) == []
+    [late] = [step for step in case.steps if any(traj.id == "000000-000" for traj in step.trajectories)]
+    assert late.metrics["staleness/span_age_max"] > 1
+    assert late.metrics["staleness/frac_masked"] == (0.5 if rule == "mask_span" else 0.0)
+    trained = len(case.learner.batches[late.n - 1])
+    assert trained == (2 if rule == "mask_span" else 4)
+
+
+def test_a_policy_serves_one_run_at_a_time() -> None:
+    """A second run that starts while the first is under way is refused."""
+    case = _Case(sampler=ScriptedSampler(seconds=lambda request: 1.0))
+
+    async def main() -> None:
+        first = case.trainer.run([0], steps=5)
+        await anext(first)
+        with pytest.raises(ConfigError, match="the policy is in use"):
+            await anext(case.trainer.run([0], steps=5))
+        await first.aclose()
+        second = case.trainer.run([0], steps=5)
+        assert (await anext(second)).n == 1
+        await second.aclose()
+
+    run_virtual(main)
