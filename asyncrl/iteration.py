@@ -71,10 +71,10 @@ async def iterate(producer: Callable[[Consumer[T]], Awaitable[None]]) -> AsyncGe
             yield item
     finally:
         scope.cancel()
-        with anyio.CancelScope(shield=True):
-            await ended.wait()
         ask.close()
         receive.close()
+        with anyio.CancelScope(shield=True):
+            await ended.wait()
         del task
     if errors:
         raise first_error(errors[0])
