@@ -187,9 +187,9 @@ class _Training:
         try:
             with staged, versions:
                 async with anyio.create_task_group() as tasks:
-                    await self._evaluate(0)
                     tasks.start_soon(self._publish, versions)
                     tasks.start_soon(self._admit)
+                    await self._evaluate(0)
                     for n in range(1, self.steps + 1):
                         await consumer.wanted()
                         await consumer.give(await self._step(n, staged))

@@ -1,0 +1,50 @@
+"""The demo's game."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.types import ToolCall, Trajectory
+from envs.guess_number.env import GuessNumber, train_rows
+
+
+async def _play(number: int, guesses: list[int | None]) -> tuple[GuessNumber, Trajectory, list[str]]:
+    """Play until the game or the guesses end; None is a message without a call."""
+    env = GuessNumber()
+    traj = Trajectory(id="t", group=0, member=0, row=None, seed=0)
+    await env.reset({"number": number, "seed": 0})
+    hints: list[str] = []
+    for guess in guesses:
+        traj.turns += 1
+        traj.tool_calls = [] if guess is None else [ToolCall(name="guess", arguments={"number": guess})]
+        messages = await env.on_turn(traj)
+        if messages is None:
+            break
+        assert isinstance(messages, list)
+        hints.append(messages[0]["content"])
+    return env, traj, hints
+
+
+@pytest.mark.parametrize(
+    ("number", "guesses", "hints", "reward"),
+    [
+        (4, [4], [], 1.0),
+        (7, [4, 8, 6, 7], ["higher", "lower", "higher"], 0.7),
+        (7, [4, 3], ["higher"], 0.1),
+        (7, [9, 9], ["lower"], 0.1),
+        (0, [9, 8, 7, 6, 5], ["lower"] * 4, 0.5),
+        (3, [None], [], 0.0),
+        (3, [1, None], ["higher"], 0.1),
+    ],
+)
+async def test_hints_end_and_reward(number: int, guesses: list[int | None], hints: list[str], reward: float) -> None:
+    """Right early is best; a guess that is ruled out, and a message without a guess, end the game."""
+    env, traj, seen = await _play(number, guesses)
+    assert seen == hints
+    assert await env.reward(traj, None) == pytest.approx(reward)
+
+
+def test_rows_are_balanced() -> None:
+    """Each number equally often."""
+    numbers = [row["number"] for row in train_rows()]
+    assert all(numbers.count(number) == len(numbers) // 10 for number in range(10))
