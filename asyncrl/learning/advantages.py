@@ -39,7 +39,7 @@ class GroupCentered:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if self.standardize not in (True, False, "batch"):
+        if not isinstance(self.standardize, bool) and self.standardize != "batch":
             raise ConfigError.for_value("advantage.standardize", self.standardize, "false, true or 'batch'")
         if not self.eps > 0:
             raise ConfigError.for_value("advantage.eps", self.eps, "more than 0")

@@ -53,8 +53,8 @@ class StepAssembly:
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
         self._groups: list[Group] = []
+        # Those of them whose advantages need the rewards of the whole batch.
         self._waiting: list[Group] = []
-        # Groups whose advantages need the rewards of the whole batch.
         self._divisor = Divisor(normalize)
         self._active_groups = 0
         self._tokens = 0

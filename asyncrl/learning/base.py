@@ -79,7 +79,7 @@ class Learner(Protocol):
         ...
 
     async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Called with a whole batch before its chunks, for losses that need a proximal forward pass."""
+        """Called with the sequences of each pass before it, for losses that need a proximal forward pass."""
         ...
 
     async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:

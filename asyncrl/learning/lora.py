@@ -29,5 +29,5 @@ class LoraConfig:
         named = isinstance(self.target_modules, tuple) and self.target_modules
         if not named and self.target_modules != "all-linear":
             raise ConfigError.for_value(
-                "lora.target_modules", self.target_modules, "'all-linear' or a list of module names"
+                "lora.target_modules", self.target_modules, "'all-linear' or a tuple of module names"
             )

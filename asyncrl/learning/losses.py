@@ -47,7 +47,7 @@ class LossInputs:
     sampled_logprobs: torch.Tensor
     advantages: torch.Tensor
     proximal_logprobs: torch.Tensor | None = None
-    """Log-probabilities at the step's start, for losses with ``needs_proximal``."""
+    """Log-probabilities at the step's start, without gradient, for losses with ``needs_proximal``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,7 +118,7 @@ class PPO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledPPO:
-    """-w min(q A, clip(q, ..) A), q = exp(logp - p), w = sg(min(exp(p - mu), cap)) (arXiv 2110.00641, 2505.24298).
+    """-w min(q A, clip(q, ..) A), q = exp(logp - p), w = min(exp(p - mu), cap) (arXiv 2110.00641, 2505.24298).
 
     ``p`` is the proximal log-probability, of the parameters at the step's start. Staleness goes into the capped
     weight w, the trust region is around p. With one optimizer step for each batch q is 1 and the clip does not bind.
@@ -144,7 +144,7 @@ class DecoupledPPO:
         """See ``Loss``."""
         if inputs.proximal_logprobs is None:
             raise ValueError("DecoupledPPO needs the proximal log-probabilities of the step")
-        behaviour = _ratio(inputs.proximal_logprobs, inputs.sampled_logprobs).detach()
+        behaviour = _ratio(inputs.proximal_logprobs, inputs.sampled_logprobs)
         weight = behaviour.clamp(max=self.max_importance_weight)
         ratio = _ratio(inputs.logprobs, inputs.proximal_logprobs)
         surrogate, clipped = _clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)

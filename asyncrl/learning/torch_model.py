@@ -218,7 +218,9 @@ def _device(name: str) -> torch.device:
 
 def _checkpoint_layers(model: Any) -> None:
     """Have the layers compute their activations again in the backward pass."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Newer versions of transformers have renamed it.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             # They do so only in training mode. The modules inside, where dropout would be, stay in evaluation mode.
@@ -278,7 +280,8 @@ def _export_adapter(adapted: Any, base: Path, directory: Path) -> None:
         "r": config.r,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(config.target_modules),
+        # PEFT may keep whole paths ("model.layers.0.mlp.down_proj"); servers look for the last name.
+        "target_modules": sorted({name.rpartition(".")[2] for name in config.target_modules}),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

@@ -63,8 +63,8 @@ def test_group_centred_equals_brute_force(
     everyone = [reward for group in rewards for reward in _plain(group)]
     for group, group_advantages in zip(rewards, advantages, strict=True):
         baseline = _plain(group) if len(_plain(group)) >= min_members else everyone
-        scale = max(np.std(baseline), 1e-3) if standardize and baseline else 1.0
-        expected = [0.0 if reward is None else (reward - np.mean(baseline)) / scale for reward in group]
+        scale = max(float(np.std(baseline)), 1e-3) if standardize and baseline else 1.0
+        expected = [0.0 if reward is None else float(reward - np.mean(baseline)) / scale for reward in group]
         np.testing.assert_allclose(group_advantages, expected, atol=1e-9)
 
 
@@ -73,9 +73,9 @@ def test_batchwise_equals_brute_force(rewards: list[list[float | None]], standar
     """One mean, and one deviation, for the whole batch."""
     advantages = Batchwise(standardize=standardize, eps=1e-3)(rewards, min_members=5)
     everyone = [reward for group in rewards for reward in _plain(group)]
-    scale = max(np.std(everyone), 1e-3) if standardize and everyone else 1.0
+    scale = max(float(np.std(everyone)), 1e-3) if standardize and everyone else 1.0
     for group, group_advantages in zip(rewards, advantages, strict=True):
-        expected = [0.0 if reward is None else (reward - np.mean(everyone)) / scale for reward in group]
+        expected = [0.0 if reward is None else float(reward - np.mean(everyone)) / scale for reward in group]
         np.testing.assert_allclose(group_advantages, expected, atol=1e-9)
 
 
@@ -107,8 +107,9 @@ def test_advantages_ignore_a_constant_and_sum_to_zero(group: list[float], consta
 
 def test_wrong_options_are_refused() -> None:
     """The message names the option."""
-    with pytest.raises(ConfigError, match=r"advantage\.standardize is 'group'"):
-        GroupCentered(standardize="group")  # type: ignore[arg-type]
+    for wrong in ("group", 1):
+        with pytest.raises(ConfigError, match=rf"advantage\.standardize is {wrong!r}"):
+            GroupCentered(standardize=wrong)  # type: ignore[arg-type]
     for kind in (GroupCentered, Batchwise):
         with pytest.raises(ConfigError, match=r"advantage\.eps is 0"):
             kind(eps=0)

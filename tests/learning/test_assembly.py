@@ -51,6 +51,7 @@ def _assembly(
     normalize: Normalize = "token",
     truncation: Truncation | None = None,
     version: int = 0,
+    max_staleness: int | None = 1,
     mask_stale: bool = False,
 ) -> StepAssembly:
     return StepAssembly(
@@ -60,7 +61,7 @@ def _assembly(
         min_members=2,
         temperature=0.7,
         version=version,
-        max_staleness=1,
+        max_staleness=max_staleness,
         mask_stale=mask_stale,
     )
 
@@ -159,7 +160,8 @@ def test_a_sequence_has_the_sampled_tokens_and_their_log_probabilities() -> None
     assert sequence.tokens.tolist() == [0, 5, 20, 30, 6, 40]
     assert sequence.mask.tolist() == [False, False, True, True, False, True]
     np.testing.assert_allclose(sequence.logprobs, [0, 0, -0.2, -0.3, 0, -0.4])
-    assert (sequence.advantage, sequence.weight, sequence.temperature) == (0.5, pytest.approx(1 / 3), 0.7)
+    assert sequence.weight == pytest.approx(1 / 3)
+    assert (sequence.advantage, sequence.temperature) == (0.5, 0.7)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +193,48 @@ def test_a_stale_span_is_masked_or_refused() -> None:
     first, _ = assembly.add([group])
     assert first.mask.tolist() == [False, False, False, True]
     assert assembly.divisor == 3
-    with pytest.raises(StalenessError, match="version 0"):
+    with pytest.raises(StalenessError, match="version 0, which would be trained at version 2 with max_staleness 1"):
         _assembly(GroupCentered(), version=2).add([group])
+
+
+def test_a_span_at_the_bound_is_trained() -> None:
+    """Version 0 at version 1 with a bound of 1, masking or not; without a bound any age is."""
+    for assembly in (
+        _assembly(GroupCentered(), version=1),
+        _assembly(GroupCentered(), version=1, mask_stale=True),
+        _assembly(GroupCentered(), version=100, max_staleness=None),
+    ):
+        assert len(assembly.add([_group(0, _member(1.0), _member(0.0))])) == 2
+        assert assembly.divisor == 4
+
+
+def test_a_batch_that_is_all_stale_has_no_gradient() -> None:
+    """Everything masked: no sequence, nothing divided by zero, no active group."""
+    assembly = _assembly(GroupCentered(), version=2, mask_stale=True)
+    assert assembly.add([_group(0, _member(1.0), _member(0.0))]) == []
+    assert assembly.finish() == []
+    assert not assembly.has_gradient
+    assert assembly.divisor == 1
+    assert assembly.metrics() == {"train/active_groups": 0}
+
+
+def test_a_generated_span_without_a_version_is_refused() -> None:
+    """It has no age, and an unknown age is never 0."""
+    member = _member(1.0)
+    object.__setattr__(member.spans[1], "version", None)
+    with pytest.raises(StalenessError, match="without a version"):
+        _assembly(GroupCentered()).add([_group(0, member, _member(0.0))])
+
+
+def test_a_failed_member_is_nowhere() -> None:
+    """What it sampled, stale as it is, is neither trained nor counted, nor is its place in the baseline."""
+    failed = _member(None, generated=50, version=-9)
+    failed.dropped = DropReason.FAILED
+    assembly = _assembly(GroupCentered())
+    sequences = assembly.add([_group(0, _member(1.0), failed, _member(0.0))])
+    assert [(int(sequence.tokens[0]), sequence.advantage) for sequence in sequences] == [(0, 0.5), (2, -0.5)]
+    assert assembly.divisor == 4
+    assert assembly.metrics() == {"train/active_groups": 1}
 
 
 def test_a_batch_without_signal_has_no_gradient() -> None:

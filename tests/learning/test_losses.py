@@ -51,9 +51,7 @@ FORMULAS: list[tuple[Loss, Callable[[float, Point], float]]] = [
     (PPO(clip_low=0.1, clip_high=0.3), lambda x, at: _clipped(math.exp(x - at.mu), at.advantage)),
     (
         DecoupledPPO(clip_low=0.1, clip_high=0.3, max_importance_weight=1.5),
-        lambda x, at: (
-            min(math.exp(at.proximal - at.mu), 1.5) * _clipped(math.exp(x - at.proximal), at.advantage)
-        ),
+        lambda x, at: min(math.exp(at.proximal - at.mu), 1.5) * _clipped(math.exp(x - at.proximal), at.advantage),
     ),
     (ImportanceSampling(), lambda x, at: -math.exp(x - at.mu) * at.advantage),
     (PolicyGradient(), lambda x, at: -at.advantage * x),
@@ -95,10 +93,10 @@ def test_value_and_gradient_are_the_formula_s(loss: Loss, formula: Callable[[flo
 
 
 @pytest.mark.parametrize("loss", ALL, ids=lambda loss: type(loss).__name__)
-@pytest.mark.parametrize("mu", [-100.0, -3e38, -math.inf])
-def test_a_token_that_the_sampler_thought_impossible_stays_finite(loss: Loss, mu: float) -> None:
+@pytest.mark.parametrize(("logp", "mu"), [(-1.0, -100.0), (-1.0, -3e38), (-1.0, -math.inf), (-100.0, -1.0)])
+def test_a_token_that_one_side_thought_impossible_stays_finite(loss: Loss, logp: float, mu: float) -> None:
     """A log-ratio of 99 or of infinity gives a large loss and gradient, for either sign, but no overflow."""
-    points = [Point(logp=-1.0, proximal=-1.0, mu=mu, advantage=advantage) for advantage in (-1.0, 0.0, 1.0)]
+    points = [Point(logp=logp, proximal=logp, mu=mu, advantage=advantage) for advantage in (-1.0, 0.0, 1.0)]
     output, gradient = _evaluate(loss, *points, dtype=torch.float32)
     assert output.loss.dtype == torch.float32
     for values in (output.loss, gradient, *output.diagnostics.values()):
@@ -198,12 +196,13 @@ def test_unknown_names_and_options_are_refused() -> None:
 
 def test_wrong_numbers_are_refused() -> None:
     """Each message names its option."""
-    for make, option in [
+    wrong: list[tuple[Callable[[], Loss], str]] = [
         (lambda: CISPO(eps_max=0.0), "eps_max"),
         (lambda: CISPO(eps_max=math.nan), "eps_max"),
         (lambda: PPO(clip_low=1.0), "clip_low"),
         (lambda: DecoupledPPO(clip_high=-0.1), "clip_high"),
         (lambda: DecoupledPPO(max_importance_weight=math.inf), "max_importance_weight"),
-    ]:
+    ]
+    for make, option in wrong:
         with pytest.raises(ConfigError, match=rf"loss\.{option} is"):
             make()

@@ -46,16 +46,16 @@ def test_the_weights_of_all_tokens_have_a_known_sum(groups: list[list[int]], mod
     if not tokens:
         return
     total = sum(
-        count * token_weight(mode, tokens=count, group_tokens=sum(group)) for group in groups for count in group if count
+        count * token_weight(mode, tokens=count, group_tokens=sum(group))
+        for group in groups
+        for count in filter(None, group)
     )
     trajectories = sum(count > 0 for group in groups for count in group)
     expected = {"batch": tokens / trajectories, "sum": tokens}.get(mode, 1.0)
     assert total / _divisor(mode, groups) == pytest.approx(expected)
 
 
-@given(GROUPS, st.randoms(use_true_random=False), st.sampled_from(get_args(Normalize)))
-def test_the_divisor_ignores_the_order_of_groups(groups: list[list[int]], random: object, mode: Normalize) -> None:
+@given(GROUPS, st.sampled_from(get_args(Normalize)))
+def test_the_divisor_ignores_the_order_of_groups(groups: list[list[int]], mode: Normalize) -> None:
     """Chunks may come in any order."""
-    shuffled = list(groups)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert _divisor(mode, shuffled) == _divisor(mode, groups)
+    assert _divisor(mode, groups[::-1]) == _divisor(mode, groups)

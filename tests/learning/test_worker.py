@@ -35,22 +35,25 @@ async def test_arguments_results_and_errors_pass(worker: Worker) -> None:
 
 
 async def test_calls_run_in_order_and_one_at_a_time(worker: Worker) -> None:
-    """The second waits in the queue while the first runs, and the loop goes on meanwhile."""
-    order: list[int] = []
-    may_end = threading.Event()
+    """The second waits for the first, although the loop goes on meanwhile."""
+    calls: list[tuple[int, threading.Thread]] = []
+    second_asked = threading.Event()
 
     def first() -> None:
-        may_end.wait()
-        order.append(1)
+        second_asked.wait()
+        calls.append((1, threading.current_thread()))
+
+    def second() -> None:
+        calls.append((2, threading.current_thread()))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(worker.run, first)
         await anyio.lowlevel.checkpoint()
-        tasks.start_soon(worker.run, order.append, 2)
+        tasks.start_soon(worker.run, second)
         await anyio.lowlevel.checkpoint()
-        assert order == []
-        may_end.set()
-    assert order == [1, 2]
+        second_asked.set()
+    assert [number for number, _ in calls] == [1, 2]
+    assert len({thread for _, thread in calls}) == 1
 
 
 async def test_cancellation_waits_for_the_call_that_runs(worker: Worker) -> None:

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.learning.base import TrainingSequence
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, PolicyGradient
+from asyncrl.learning.normalize import Divisor, Normalize, token_weight
+from asyncrl.learning.torch_model import TorchModel
+from asyncrl.types import FloatArray
+from tests.learning.tiny import (
+    LORA,
+    adam_settings,
+    full_logprobs,
+    gradients_of,
+    ids,
+    largest_difference,
+    load,
+    parameters_of,
+    random_sequences,
+    reference_model,
+    train_step,
+)
+
+
+@pytest.fixture
+def trained(model_path: Path) -> TorchModel:
+    """All weights of the model are trained."""
+    return load(model_path)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_logprobs_equal_those_of_all_logits(trained: TorchModel, model_path: Path, temperature: float) -> None:
+    """Temperature divides the logits, not the log-probabilities."""
+    tokens = ids(3, 1, 4, 1, 5, 9)
+    (sequence,) = random_sequences(0, 1)
+    sequence = TrainingSequence(
+        tokens=tokens, logprobs=sequence.logprobs, mask=sequence.mask, advantage=1, weight=1, temperature=temperature
+    )
+    with torch.no_grad():
+        expected = full_logprobs(reference_model(model_path), sequence).numpy()
+    found = trained.logprobs(tokens, 2, temperature)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected[1:], atol=1e-5)
+
+
+def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path: Path) -> None:
+    """Padded micro-batches of mixed temperatures against one sequence at a time with all logits."""
+    sequences = random_sequences(1)
+    result = trained.forward_backward(sequences, CISPO())
+    reference = reference_model(model_path)
+    sums = {"loss": 0.0, "ratio": 0.0, "entropy": 0.0}
+    for sequence in sequences:
+        mask = torch.from_numpy(sequence.mask[1:])
+        logprobs = full_logprobs(reference, sequence)[mask]
+        sampled = torch.from_numpy(sequence.logprobs[1:])[mask]
+        output = CISPO().per_token(
+            LossInputs(
+                logprobs=logprobs, sampled_logprobs=sampled, advantages=torch.full_like(sampled, sequence.advantage)
+            )
+        )
+        (output.loss.sum() * sequence.weight).backward()
+        sums["loss"] += float(output.loss.detach().sum())
+        sums["ratio"] += float(output.diagnostics["ratio"].sum())
+        tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
+        logits = reference(input_ids=tokens[None]).logits.detach()[0, :-1][mask] / sequence.temperature
+        sums["entropy"] += float(torch.distributions.Categorical(logits=logits).entropy().sum())
+    assert largest_difference(gradients_of(trained._causal), gradients_of(reference)) < 1e-4
+    assert result.tokens == sum(int(sequence.mask.sum()) for sequence in sequences)
+    assert {name: result.sums[name] for name in sums} == pytest.approx(sums, rel=1e-4)
+
+
+@pytest.mark.parametrize("normalize", get_args(Normalize))
+def test_any_split_and_order_gives_the_full_batch_s_gradient(trained: TorchModel, normalize: Normalize) -> None:
+    """Groups of two in random chunks and micro-batches: the same gradient to 1e-6."""
+    plain = random_sequences(2, 8)
+    groups = [plain[start : start + 2] for start in range(0, 8, 2)]
+    divisor = Divisor(normalize)
+    weighted = []
+    for group in groups:
+        counts = [int(sequence.mask.sum()) for sequence in group]
+        divisor.add(counts)
+        weighted.append(
+            [
+                TrainingSequence(
+                    tokens=sequence.tokens,
+                    logprobs=sequence.logprobs,
+                    mask=sequence.mask,
+                    advantage=sequence.advantage,
+                    weight=token_weight(normalize, tokens=count, group_tokens=sum(counts)),
+                )
+                for sequence, count in zip(group, counts, strict=True)
+            ]
+        )
+
+    def gradient(chunks: Sequence[Sequence[Sequence[TrainingSequence]]]) -> dict[str, torch.Tensor]:
+        for chunk in chunks:
+            trained.forward_backward([sequence for group in chunk for sequence in group], CISPO())
+        gradients = {name: grad / divisor.value for name, grad in gradients_of(trained._causal).items()}
+        trained.discard_gradients()
+        return gradients
+
+    whole = gradient([weighted])
+    size = max(float(grad.abs().max()) for grad in whole.values())
+    chance = random.Random(0)
+    for micro_batch_tokens in (10, 40, 4096):
+        trained._micro_batch_tokens = micro_batch_tokens
+        chance.shuffle(weighted)
+        cut = chance.randrange(1, 4)
+        split = gradient([weighted[:cut], weighted[cut:]])
+        assert largest_difference(split, whole) < 1e-6 * max(1.0, size)
+
+
+def test_nothing_to_train(trained: TorchModel) -> None:
+    """No sequences: no tokens, no sums, no gradient."""
+    result = trained.forward_backward([], CISPO())
+    assert (result.tokens, dict(result.sums)) == (0, {})
+    assert gradients_of(trained._causal) == {}
+
+
+def test_sequences_without_trained_tokens_change_nothing(trained: TorchModel) -> None:
+    """All masked: no tokens and a gradient of zeros, never NaN; beside others they do not matter."""
+    sequence = random_sequences(3, 1)[0]
+    masked = TrainingSequence(
+        tokens=sequence.tokens,
+        logprobs=sequence.logprobs,
+        mask=np.zeros(len(sequence.tokens), dtype=np.bool_),
+        advantage=1.0,
+        weight=1.0,
+    )
+    result = trained.forward_backward([masked], CISPO())
+    assert (result.tokens, result.sums["loss"]) == (0, 0.0)
+    assert all(bool((grad == 0).all()) for grad in gradients_of(trained._causal).values())
+    trained.forward_backward([sequence], CISPO())
+    alone = gradients_of(trained._causal)
+    trained.discard_gradients()
+    trained.forward_backward([sequence, masked], CISPO())
+    assert largest_difference(gradients_of(trained._causal), alone) < 1e-5
+
+
+def test_the_step_is_adam_on_the_divided_and_clipped_gradient(model_path: Path) -> None:
+    """One step of torch's own optimizer on the plainly computed gradient gives the same weights."""
+    model, expected = load(model_path), load(model_path)
+    sequences = random_sequences(4)
+    for each in (model, expected):
+        each.forward_backward(sequences, CISPO())
+    settings = adam_settings(lr=0.01, weight_decay=0.1, grad_clip_norm=0.5)
+    parameters = list(expected._causal.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad /= 7.0
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    optimizer.step()
+    reported = model.optimizer_step(settings, 7.0)
+    assert reported == {"grad_norm": pytest.approx(float(norm)), "lr": 0.01}
+    assert float(norm) > 0.5, "the clip must have something to do"
+    assert largest_difference(parameters_of(model), parameters_of(expected)) < 1e-6
+    assert gradients_of(model._causal) == {}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(model_path: Path, value: float) -> None:
+    """The step is refused before any parameter or optimizer state changes, and the gradient is gone."""
+    model = load(model_path)
+    train_step(model, random_sequences(5))
+    before = parameters_of(model)
+    broken = random_sequences(6, 1, weight=value)
+    model.forward_backward(broken, CISPO())
+    with pytest.raises(NonFiniteError, match="no step was taken"):
+        model.optimizer_step(adam_settings(), 1.0)
+    assert largest_difference(parameters_of(model), before) == 0.0
+    train_step(model, random_sequences(7))
+    clean = load(model_path)
+    train_step(clean, random_sequences(5))
+    train_step(clean, random_sequences(7))
+    assert largest_difference(parameters_of(model), parameters_of(clean)) == 0.0
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_the_same_seed_gives_the_same_bits(model_path: Path, lora: LoraConfig | None) -> None:
+    """Two learners, three steps each: equal losses and parameters to the last bit."""
+    runs = []
+    for _ in range(2):
+        model = load(model_path, lora=lora, micro_batch_tokens=30)
+        losses = []
+        for seed in range(3):
+            losses.append(model.forward_backward(random_sequences(seed), CISPO()).sums)
+            model.optimizer_step(adam_settings(), 10.0)
+        runs.append((losses, parameters_of(model)))
+    assert runs[0][0] == runs[1][0]
+    assert largest_difference(runs[0][1], runs[1][1]) == 0.0
+
+
+def test_the_proximal_policy_is_that_of_the_step_s_start(model_path: Path) -> None:
+    """Kept for each sequence, whatever chunk and micro-batch it comes in, and forgotten after the step."""
+    model = load(model_path, micro_batch_tokens=30)
+    sequences = random_sequences(8)
+    model.prepare_step(sequences)
+    plain = load(model_path)
+    expected = plain.forward_backward(sequences, CISPO(eps_max=5.0))
+    # At the step's start the inner ratio is 1, and what is left is CISPO with the cap of the behaviour weight.
+    found = [model.forward_backward(chunk, DecoupledPPO()) for chunk in (sequences[4:], sequences[:4])]
+    assert largest_difference(gradients_of(model._causal), gradients_of(plain._causal)) < 1e-4
+    assert sum(result.tokens for result in found) == expected.tokens
+    assert sum(result.sums["ratio"] for result in found) == pytest.approx(expected.sums["ratio"], rel=1e-4)
+    model.optimizer_step(adam_settings(), 10.0)
+    with pytest.raises(KeyError):
+        model.forward_backward(sequences, DecoupledPPO())
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_checkpointing_computes_twice_and_gives_the_same_gradient(model_path: Path, lora: LoraConfig | None) -> None:
+    """Each layer runs forward once more in the backward pass, and nothing else changes."""
+    gradients = []
+    for checkpointing, runs in ((False, 2), (True, 4)):
+        model = load(model_path, lora=lora, gradient_checkpointing=checkpointing)
+        calls: list[object] = []
+        for module in model._causal.modules():
+            if type(module).__name__ == "Qwen3MLP":
+                module.register_forward_pre_hook(lambda module, inputs, calls=calls: calls.append(module))
+        model.forward_backward(random_sequences(13), CISPO())
+        assert len(calls) == runs
+        gradients.append(gradients_of(model._causal))
+    assert largest_difference(*gradients) < 1e-5
+
+
+def test_small_updates_of_sixteen_bit_weights_add_up(model_path: Path, tmp_path: Path) -> None:
+    """Fifty steps that are each below the rounding of bfloat16 move the weights; the export has their dtype."""
+    model = load(model_path, dtype="bfloat16")
+    before = parameters_of(model)
+    sequences = random_sequences(14, 2)
+    for _ in range(50):
+        model.forward_backward(sequences, PolicyGradient())
+        model.optimizer_step(adam_settings(lr=1e-4), 10.0)
+    name = "model.layers.0.self_attn.q_norm.weight"  # all ones, where bfloat16 has steps of 0.004 and more
+    moved = (parameters_of(model)[name] - before[name]).abs().max()
+    assert 0.002 < float(moved) < 0.02
+    model.export(tmp_path)
+    assert {tensor.dtype for tensor in AutoModelForCausalLM.from_pretrained(tmp_path).parameters()} == {torch.bfloat16}
+
+
+def test_sixteen_bit_gradients_are_summed(model_path: Path) -> None:
+    """Two passes have twice the gradient of one: the copies that the optimizer works on add up."""
+    norms = []
+    for passes in (1, 2):
+        model = load(model_path, dtype="bfloat16")
+        for _ in range(passes):
+            model.forward_backward(random_sequences(15), PolicyGradient())
+        norms.append(model.optimizer_step(adam_settings(), float(passes))["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_off(model_path: Path, tmp_path: Path, checkpointing: bool) -> None:
+    """A model that asks for it is trained without, so that it agrees with its sampler."""
+    shutil.copytree(model_path, tmp_path, dirs_exist_ok=True)
+    config = orjson.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(orjson.dumps({**config, "attention_dropout": 0.5}))
+    losses = [
+        load(path, gradient_checkpointing=checkpointing).forward_backward(random_sequences(16), CISPO()).sums["loss"]
+        for path in (model_path, tmp_path)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_an_unknown_device_is_refused(model_path: Path) -> None:
+    """The message names the option."""
+    with pytest.raises(ConfigError, match=r"model\.device is 'gpu'"):
+        load(model_path, device="gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_it_learns_a_bandit(model_path: Path, lora: LoraConfig | None) -> None:
+    """One prompt, 32 arms of which one pays: REINFORCE takes its probability from below 0.15 to over 0.75."""
+    model = load(model_path, lora=lora)
+    chance = np.random.default_rng(0)
+
+    def probabilities() -> FloatArray:
+        return np.exp([model.logprobs(ids(1, arm), 1, 1.0)[0] for arm in range(32)])
+
+    assert probabilities()[7] < 0.15
+    for _ in range(40):
+        policy = probabilities()
+        arms = chance.choice(32, 64, p=policy / policy.sum())
+        rewards = (arms == 7).astype(np.float32)
+        sequences = [
+            TrainingSequence(
+                tokens=ids(1, arm),
+                logprobs=np.log([1.0, policy[arm]]).astype(np.float32),
+                mask=np.array([False, True]),
+                advantage=float(reward - rewards.mean()),
+                weight=1.0,
+            )
+            for arm, reward in zip(arms, rewards, strict=True)
+        ]
+        model.forward_backward(sequences, PolicyGradient())
+        model.optimizer_step(adam_settings(lr=5e-3), 64.0)
+    assert probabilities()[7] > 0.75
