@@ -1,8 +1,8 @@
 """How much CPU does asyncrl itself spend on one sampled segment, and does that grow with concurrency?
 
-The real engine, schedule and trainer on a sampler and a learner that answer at once, so that what is left is orchestration.
-The anchor is the same run at the smallest concurrency: the figure should stay flat. Prints one JSON line for each
-concurrency and kind of environment.
+The real engine, schedule and trainer on a sampler and a learner that answer at once, so that what is left is
+orchestration. The anchor is the same run at the smallest concurrency: the figure should stay flat. Prints one JSON line
+for each concurrency and kind of environment.
 
     uv run python benchmarks/rollout_overhead.py
 """

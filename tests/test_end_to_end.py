@@ -100,10 +100,10 @@ def _require_served(steps: Sequence[Step], trained: Sequence[TrainingSequence], 
     replies: dict[bytes, set[tuple[bytes, bytes]]] = {}
     for exchange in served:
         entries = exchange["reply"]["meta_info"]["output_token_logprobs"]
-        ids = np.array([entry[1] for entry in entries], dtype=np.int32).tobytes()
-        logprobs = np.array([entry[0] for entry in entries], dtype=np.float32).tobytes()
-        context = np.array(exchange["request"]["input_ids"], dtype=np.int32).tobytes()
-        replies.setdefault(context, set()).add((ids, logprobs))
+        ids = np.array([entry[1] for entry in entries], dtype=np.int32)
+        values = np.array([entry[0] for entry in entries], dtype=np.float32)
+        context = np.array(exchange["request"]["input_ids"], dtype=np.int32)
+        replies.setdefault(context.tobytes(), set()).add((ids.tobytes(), values.tobytes()))
     expected: dict[bytes, list[tuple[bytes, bytes]]] = {}
     for step in steps:
         for traj in step.trajectories:

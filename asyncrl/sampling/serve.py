@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import anyio
 import orjson
@@ -13,6 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.sampling.embedded.app import ServerOptions, create_app
 
 __all__ = ["ServerOptions", "run_server"]
+
+_SHUTDOWN_S = 5
 
 
 def run_server(options: ServerOptions) -> None:
@@ -40,41 +46,59 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(options: ServerOptions, listener: socket.socket) -> None:
+    app = create_app(options)
     config = uvicorn.Config(
-        create_app(options),
+        app,
         log_config=None,
         access_log=False,
         # SGLang's value; clients expire their idle connections sooner.
         timeout_keep_alive=5,
-        lifespan="on",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        # Entered here, because uvicorn would go on serving without it if it failed.
+        lifespan="off",
     )
     server = _Server(config, listener)
-    async with anyio.create_task_group() as tasks:
+    async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
+        tasks.start_soon(_until_signal, server)
         if options.exit_with_stdin:
             tasks.start_soon(_until_end_of_stdin, server)
         await server.serve(sockets=[listener])
         tasks.cancel_scope.cancel()
-    if not server.started:
-        raise SystemExit(1)
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready: uvicorn itself only logs it."""
+    """Says when it is ready, which uvicorn only logs, and leaves signals to us: it would end the process by them."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
         self._listener = listener
 
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.should_exit:
-            return
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        sys.stdout.write(orjson.dumps({"ready": True, "url": f"http://{shown}:{port}"}).decode() + "\n")
+        ready = {"ready": True, "url": f"http://{shown}:{port}", "pid": os.getpid()}
+        sys.stdout.write(orjson.dumps(ready).decode() + "\n")
         sys.stdout.flush()
 
 
+async def _until_signal(server: _Server) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            # The second one does not wait for requests that run.
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+
 async def _until_end_of_stdin(server: _Server) -> None:
-    await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
-    server.should_exit = True
+    # Not in a thread: one that waits for input cannot be ended, and would keep the process alive after a signal.
+    descriptor = sys.stdin.fileno()
+    while True:
+        await anyio.wait_readable(descriptor)
+        if not os.read(descriptor, 65_536):
+            server.should_exit = True
+            return

@@ -22,6 +22,7 @@ from asyncrl.types import Segment, StopReason, VersionSpan
 __all__ = [
     "GenerateRequest",
     "WireError",
+    "bad_request",
     "bad_value",
     "error_text",
     "generate_body",
@@ -29,6 +30,9 @@ __all__ = [
     "parse_generate",
     "parse_segment",
 ]
+
+
+_ERROR_KEYS = ("error", "error_message", "message", "detail")
 
 
 def generate_body(request: SegmentRequest, *, rid: str) -> dict[str, Any]:
@@ -71,23 +75,24 @@ def parse_segment(
         meta = body["meta_info"]
         ids = list(body["output_ids"])
         entries = meta.get("output_token_logprobs") or []
+        values, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        versions = _versions(meta, len(ids), request, in_place=in_place)
         reason = meta["finish_reason"]
         completion = meta.get("completion_tokens", len(ids))
-    except (KeyError, TypeError) as error:
-        raise ProtocolError(f"the reply lacks {error}: its keys are {sorted(body)}") from error
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ProtocolError(f"the reply is not one of a generation ({error!r}): {str(body)[:500]}") from error
     if not len(ids) == completion == len(entries):
         raise ProtocolError(
             f"the reply has {len(ids)} ids, {len(entries)} log-probabilities and completion_tokens {completion}"
         )
-    if ids != [entry[1] for entry in entries]:
+    if ids != named:
         raise ProtocolError("the reply's ids are not the ids of its log-probabilities")
-    values = [entry[0] for entry in entries]
     if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
         raise ProtocolError("the reply has a log-probability that is not a finite number")
     return Segment(
         tokens=np.array(ids, dtype=np.int32),
         logprobs=np.array(values, dtype=np.float32),
-        versions=_versions(meta, len(ids), request, in_place=in_place),
+        versions=versions,
         stop=_stop_reason(reason),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         server=server,
@@ -101,7 +106,7 @@ def error_text(status: int, content: bytes) -> str:
     except orjson.JSONDecodeError:
         return f"status {status}: {content[:500].decode(errors='replace')}"
     if isinstance(body, Mapping):
-        error = body.get("error", body.get("message", body.get("detail", body)))
+        error = next((body[key] for key in _ERROR_KEYS if key in body), body)
         if isinstance(error, Mapping):
             error = error.get("message", error)
         return f"status {status}: {error}"
@@ -122,13 +127,18 @@ def _stop_reason(reason: Any) -> StopReason:
 def _versions(
     meta: Mapping[str, Any], tokens: int, request: SegmentRequest, *, in_place: bool
 ) -> tuple[VersionSpan, ...]:
-    """Spans by policy version; of the stamp at dispatch and the server's label the older one counts."""
+    """Spans by policy version, as the server reports them for each token."""
     if not tokens:
         return ()
     if request.adapter is not None:
         # The label is that of the base weights; the adapter's name is the version.
         return (VersionSpan(version=request.version, start=0, end=tokens),)
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": tokens}]
+    spans = meta.get("weight_versions")
+    if not spans:
+        # Only the label at the end is known, and that may be newer than the tokens: of it and the stamp at dispatch
+        # the older counts.
+        label = min(request.version, _label(meta.get("weight_version")))
+        return (VersionSpan(version=label, start=0, end=tokens),)
     labels = _per_token(spans, tokens)
     if in_place:
         # The step that was under way at the switch used the old weights, but is reported as the new version's.
@@ -139,13 +149,18 @@ def _versions(
 def _per_token(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[int]:
     labels: list[int] = []
     for span in spans:
-        label = str(span.get("version"))
-        if not label.isdecimal():
-            raise ProtocolError(f"the reply was sampled by weights {label!r}, which are no version of ours")
-        labels += [int(label)] * (int(span["end"]) - int(span["start"]))
+        if span["start"] != len(labels):
+            raise ProtocolError(f"the reply's weight_versions {spans} leave a gap at {len(labels)}")
+        labels += [_label(span["version"])] * (span["end"] - span["start"])
     if len(labels) != tokens:
-        raise ProtocolError(f"the reply's weight_versions {list(spans)} do not cover {tokens} tokens")
+        raise ProtocolError(f"the reply's weight_versions {spans} do not cover {tokens} tokens")
     return labels
+
+
+def _label(label: object) -> int:
+    if not str(label).isdecimal():
+        raise ProtocolError(f"the reply was sampled by weights {label!r}, which are no version of ours")
+    return int(str(label))
 
 
 def _spans(labels: Sequence[int]) -> tuple[VersionSpan, ...]:
@@ -168,6 +183,11 @@ class WireError(Exception):
 def bad_value(message: str) -> WireError:
     """A refusal in the form that SGLang uses for values and state."""
     return WireError(400, {"error": {"message": message}})
+
+
+def bad_request(message: str) -> WireError:
+    """A refusal in the form that SGLang uses for bodies that it cannot read."""
+    return WireError(400, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,19 +214,20 @@ class GenerateRequest:
     sampling_seed: int | None
 
 
-_SAMPLING_DEFAULTS: Mapping[str, Any] = {
-    "max_new_tokens": 128,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "stop": None,
-    "stop_token_ids": None,
-    "ignore_eos": False,
-    "no_stop_trim": False,
-    "skip_special_tokens": True,
-    "sampling_seed": None,
+_SAMPLING: Mapping[str, tuple[tuple[type, ...], Any]] = {
+    "max_new_tokens": ((int,), 128),
+    "temperature": ((int, float), 1.0),
+    "top_p": ((int, float), 1.0),
+    "top_k": ((int,), -1),
+    "min_p": ((int, float), 0.0),
+    "stop": ((str, list), []),
+    "stop_token_ids": ((list,), []),
+    "ignore_eos": ((bool,), False),
+    "no_stop_trim": ((bool,), False),
+    "skip_special_tokens": ((bool,), True),
+    "sampling_seed": ((int,), None),
 }
+# Key -> types of its value, and the default, which null means too.
 # Known to SGLang, and without effect on the ids that are sampled here at these values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
@@ -224,9 +245,9 @@ def parse_generate(content: bytes) -> GenerateRequest:
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise _bad_request(f"the body is not JSON: {error}") from error
+        raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, Mapping):
-        raise _bad_request("the body must be an object")
+        raise bad_request("the body must be an object")
     if body.get("stream"):
         raise bad_value("stream is not supported by the embedded server")
     ids = body.get("input_ids")
@@ -236,16 +257,15 @@ def parse_generate(content: bytes) -> GenerateRequest:
         )
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise bad_value("input_ids must be one list of integers that is not empty")
-    params = _sampling_params(body.get("sampling_params") or {})
     return GenerateRequest(
-        rid=str(body.get("rid") or uuid.uuid4().hex),
+        rid=_typed(body, "rid", str) or uuid.uuid4().hex,
         input_ids=ids,
-        return_logprob=bool(body.get("return_logprob")),
-        logprob_start_len=int(body.get("logprob_start_len", -1)),
-        lora_path=body.get("lora_path"),
-        extra_key=body.get("extra_key") or "",
-        cache_salt=body.get("cache_salt") or "",
-        **params,
+        return_logprob=_typed(body, "return_logprob", bool) or False,
+        logprob_start_len=_typed(body, "logprob_start_len", int, -1),
+        lora_path=_typed(body, "lora_path", str),
+        extra_key=_typed(body, "extra_key", str) or "",
+        cache_salt=_typed(body, "cache_salt", str) or "",
+        **_sampling_params(_typed(body, "sampling_params", dict) or {}),
     )
 
 
@@ -288,25 +308,32 @@ def generate_reply(  # noqa: PLR0913  the parts of a reply
     return {"text": text, "output_ids": list(output_ids), "meta_info": meta}
 
 
-def _sampling_params(params: Any) -> dict[str, Any]:
-    if not isinstance(params, Mapping):
-        raise _bad_request("sampling_params must be an object")
-    read = dict(_SAMPLING_DEFAULTS)
-    for key, value in params.items():
-        if key not in read and key not in _NEUTRAL:
-            known = ", ".join(sorted([*read, *_NEUTRAL]))
+def _typed(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    value = body.get(key, default)
+    if value is not None and type(value) is not kind:
+        raise WireError(400, {"error": f"{key}: expected {kind.__name__}, got {value!r}"})
+    return default if value is None else value
+
+
+def _sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    for key in params:
+        if key not in _SAMPLING and key not in _NEUTRAL:
+            known = ", ".join(sorted([*_SAMPLING, *_NEUTRAL]))
             raise WireError(400, {"error": f"unknown field `{key}`, expected one of {known}"})
-        if value is None:
-            continue
-        if key in _NEUTRAL:
-            if value not in _NEUTRAL[key]:
-                raise bad_value(f"{key} is {value!r}, which the embedded server does not support")
-        else:
-            read[key] = value
-    _check_params(read)
+    for key, allowed in _NEUTRAL.items():
+        if params.get(key) is not None and params[key] not in allowed:
+            raise bad_value(f"{key} is {params[key]!r}, which the embedded server does not support")
+    read: dict[str, Any] = {}
+    for key, (kinds, default) in _SAMPLING.items():
+        value = params.get(key)
+        if value is not None and type(value) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise WireError(400, {"error": f"sampling_params.{key}: expected {expected}, got {value!r}"})
+        read[key] = default if value is None else value
     stop = read["stop"]
-    read["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    read["stop_token_ids"] = tuple(read["stop_token_ids"] or ())
+    read["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    read["stop_token_ids"] = tuple(read["stop_token_ids"])
+    _check_params(read)
     return read
 
 
@@ -317,11 +344,9 @@ def _check_params(params: Mapping[str, Any]) -> None:
         "top_p": (0 < params["top_p"] <= 1, "in (0, 1]"),
         "top_k": (params["top_k"] == -1 or params["top_k"] >= 1, "-1 (disable) or at least 1"),
         "min_p": (0 <= params["min_p"] <= 1, "in [0, 1]"),
+        "stop": (all(isinstance(text, str) and text for text in params["stop"]), "strings that are not empty"),
+        "stop_token_ids": (all(type(token) is int for token in params["stop_token_ids"]), "integers"),
     }
     for key, (right, allowed) in rules.items():
         if not right:
             raise bad_value(f"{key} must be {allowed}, got {params[key]}.")
-
-
-def _bad_request(message: str) -> WireError:
-    return WireError(400, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})

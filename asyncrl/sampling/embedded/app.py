@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from asyncrl.errors import ConfigError
 from asyncrl.learning.worker import Worker
-from asyncrl.sampling.wire import WireError, parse_generate
+from asyncrl.sampling.wire import WireError, bad_request, parse_generate
 from asyncrl.scheduling.rules import require_count
 
 __all__ = ["ServerOptions", "create_app"]
@@ -111,13 +111,12 @@ class _Routes:
         """Load the model, and step while the server is up."""
         from asyncrl.sampling.embedded.loading import load_service
 
-        worker = Worker("asyncrl-engine")
-        self.service = await worker.run(load_service, self._options, worker)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.service.run)
-            yield
-            tasks.cancel_scope.cancel()
-        worker.close()
+        with closing(Worker("asyncrl-engine")) as worker:
+            self.service = await worker.run(load_service, self._options, worker)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.service.run)
+                yield
+                tasks.cancel_scope.cancel()
 
     def guarded(self, handler: Handler) -> Handler:
         """Check the key, and turn refusals into replies."""
@@ -172,7 +171,7 @@ class _Routes:
         """Modes abort, retract and in_place."""
         mode = (await _body(request)).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
-            raise WireError(400, {"object": "error", "message": f"mode {mode!r}", "type": "Bad Request", "code": 400})
+            raise bad_request(f"mode is {mode!r}, not abort, retract or in_place")
         await self.service.pause(mode)
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -192,7 +191,7 @@ class _Routes:
         body = await _body(request)
         label = body.get("weight_version")
         await self.service.update_weights(
-            Path(body["model_path"]),
+            Path(_text(body, "model_path")),
             None if label is None else str(label),
             flush=body.get("flush_cache", True),
             abort_all=body.get("abort_all_requests", False),
@@ -205,20 +204,21 @@ class _Routes:
     async def update_weight_version(self, request: HTTPRequest) -> Response:
         """The label alone."""
         body = await _body(request)
+        label = _text(body, "new_version")
         if body.get("abort_all_requests", True):
             await self.service.abort_all()
-        label = self.service.engine.label = str(body["new_version"])
+        await self.service.relabel(label)
         return _json({"success": True, "message": f"Weight version updated to {label}", "new_version": label})
 
     async def load_lora_adapter(self, request: HTTPRequest) -> Response:
         """From a PEFT folder."""
         body = await _body(request)
-        await self.service.load_adapter(str(body["lora_name"]), str(body["lora_path"]))
+        await self.service.load_adapter(_text(body, "lora_name"), _text(body, "lora_path"))
         return self._adapters()
 
     async def unload_lora_adapter(self, request: HTTPRequest) -> Response:
         """Waits for the requests that use it."""
-        await self.service.unload_adapter(str((await _body(request))["lora_name"]))
+        await self.service.unload_adapter(_text(await _body(request), "lora_name"))
         return self._adapters()
 
     async def health(self, request: HTTPRequest) -> Response:
@@ -231,13 +231,13 @@ class _Routes:
 
     async def model_info(self, request: HTTPRequest) -> Response:
         """What is served."""
-        path = str(self._options.model)
+        path = str(self.service.model_path)
         config = self.service.engine.model.config
         return _json(
             {
                 "model_path": path,
                 "served_model_name": path,
-                "tokenizer_path": path,
+                "tokenizer_path": str(self._options.model),
                 "is_generation": True,
                 "weight_version": self.service.engine.label,
                 "model_type": config.model_type,
@@ -250,6 +250,7 @@ class _Routes:
         return _json(
             {
                 "version": _VERSION,
+                "frontend": "python",
                 "status": "ready",
                 "weight_version": self.service.engine.label,
                 "max_total_num_tokens": self.service.engine.model.slots,
@@ -257,14 +258,21 @@ class _Routes:
         )
 
     async def loads(self, request: HTTPRequest) -> Response:
-        """Running and waiting requests."""
+        """Running and waiting requests, and what the KV pool holds."""
         running, waiting = self.service.load
-        loads = [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]
-        return _json({"timestamp": time.time(), "version": _VERSION, "num_accelerators": 1, "loads": loads})
+        cache = self.service.engine.cache
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_used_tokens": cache.slots - cache.free,
+            "max_total_num_tokens": cache.slots,
+        }
+        return _json({"timestamp": time.time(), "version": _VERSION, "num_accelerators": 1, "loads": [load]})
 
     async def models(self, request: HTTPRequest) -> Response:
         """The base model and its adapters."""
-        base = str(self._options.model)
+        base = str(self.service.model_path)
         entries = [{"id": base, "object": "model", "root": base, "parent": None}]
         entries += [
             {"id": name, "object": "model", "root": path, "parent": base}
@@ -281,10 +289,17 @@ async def _body(request: HTTPRequest) -> dict[str, Any]:
     try:
         body = orjson.loads(content) if content else {}
     except orjson.JSONDecodeError as error:
-        raise WireError(400, {"object": "error", "message": str(error), "type": "Bad Request", "code": 400}) from error
+        raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise WireError(400, {"object": "error", "message": "not an object", "type": "Bad Request", "code": 400})
+        raise bad_request("the body must be an object")
     return body
+
+
+def _text(body: Mapping[str, object], key: str) -> str:
+    value = body.get(key)
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{key} must be a string, got {value!r}")
+    return value
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -48,9 +48,9 @@ class PrefixCache:
     def match(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[Node | None, list[int]]:
         """The deepest node of the longest cached prefix, and the slots of that prefix. The node is locked."""
         node = self._roots.get(namespace)
+        slots: list[int] = []
         if node is None:
-            return None, []
-        slots = []
+            return None, slots
         now = next(self._clock)
         for token in tokens:
             child = node.children.get(token)
@@ -60,7 +60,7 @@ class PrefixCache:
             slots.append(child.slot)
             node = child
         if not slots:
-            return None, []
+            return None, slots
         node.locks += 1
         return node, slots
 

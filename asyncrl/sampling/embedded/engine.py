@@ -8,11 +8,13 @@ that it has.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from asyncrl.sampling.embedded.cache import PrefixCache
@@ -25,6 +27,8 @@ __all__ = ["Engine", "PauseMode"]
 PauseMode = Literal["abort", "retract", "in_place"]
 _PREFILL_TOKENS = 2048
 # New tokens in one prefill, padding included: bounds how long decoding waits for it.
+_ALIKE_TOKENS = 8
+# Requests whose uncached tokens are the same that far are taken for siblings: waiting for less is not worth a pass.
 _TAIL_TOKENS = 8
 # A stop string can begin inside a token and end inside a later one; looking this much further back finds it.
 
@@ -77,9 +81,22 @@ class Engine:
         while self.running:
             self._retract(self.running[-1])
 
-    def flush(self) -> None:
-        """Forget the prefix cache."""
+    def flush(self, *, ignore_waiting: bool) -> bool:
+        """Forget the prefix cache; False, and nothing happens, while requests run or, unless ignored, wait."""
+        if self.running or (self.waiting and not ignore_waiting):
+            return False
         self.cache.clear()
+        return True
+
+    def load_weights(self, path: Path, label: str | None) -> None:
+        """Replace the weights. What is in the KV pool stays; see ``flush``."""
+        self.model.load_weights(path)
+        if label is not None:
+            self.relabel(label)
+
+    def relabel(self, label: str) -> None:
+        """Give the weights that are loaded another label."""
+        self.label = label
 
     # -- schedule ---------------------------------------------------------------------------------------------------
 
@@ -92,22 +109,22 @@ class Engine:
         while self.waiting and len(self.running) + len(chosen) < self._max_running_requests:
             request = self.waiting.popleft()
             self._find_prefix(request)
-            new = len(request.tokens) - len(request.slots)
-            beginning = (request.namespace, len(request.slots), *request.tokens[len(request.slots) :][:_TAIL_TOKENS])
-            too_long = chosen and max(longest, new) * (len(chosen) + 1) > _PREFILL_TOKENS
-            if beginning in beginnings and request.wire.logprob_start_len < 0:
+            new = request.tokens[len(request.slots) :]
+            beginning = (request.namespace, len(request.slots), *new[:_ALIKE_TOKENS])
+            too_long = chosen and max(longest, len(new)) * (len(chosen) + 1) > _PREFILL_TOKENS
+            if len(new) > _ALIKE_TOKENS and beginning in beginnings:
                 # A sibling with the same prompt is in this pass: the next pass finds its prefix in the cache.
                 self._forget_prefix(request)
                 skipped.append(request)
                 continue
-            slots = None if too_long else self.cache.allocate(new)
+            slots = None if too_long else self.cache.allocate(len(new))
             if slots is None:
                 self._forget_prefix(request)
                 self.waiting.appendleft(request)
                 break
-            request.slots += slots
+            request.slots.extend(slots)
             beginnings.add(beginning)
-            longest = max(longest, new)
+            longest = max(longest, len(new))
             chosen.append(request)
         self.waiting.extendleft(reversed(skipped))
         if not chosen and not self.running and self.waiting:
@@ -120,14 +137,14 @@ class Engine:
         if request.wire.logprob_start_len >= 0:
             usable = min(usable, request.wire.logprob_start_len)
         request.node, slots = self.cache.match(request.namespace, request.tokens[:usable])
-        request.slots = list(slots)
+        request.slots = array("q", slots)
         request.cached = len(slots)
         if not request.prefilled:
             request.cached_tokens = len(slots)
 
     def _forget_prefix(self, request: Request) -> None:
         self.cache.unlock(request.node)
-        request.node, request.slots, request.cached = None, [], 0
+        request.node, request.slots, request.cached = None, array("q"), 0
 
     def _make_room(self) -> None:
         """A slot for the next token of every running request, at the cost of the youngest ones if need be."""
@@ -135,7 +152,7 @@ class Engine:
             while request in self.running:
                 slots = self.cache.allocate(1)
                 if slots is not None:
-                    request.slots += slots
+                    request.slots.extend(slots)
                     break
                 self._retract(self.running[-1])
 
@@ -175,24 +192,24 @@ class Engine:
 
     def _forward(self, requests: Sequence[Request], starts: Sequence[int]) -> torch.Tensor:
         """(B, Q, D) hidden states of each request's tokens from its start on."""
-        lengths = [len(request.tokens) for request in requests]
-        queries = max(length - start for length, start in zip(lengths, starts, strict=True))
-        context = max(lengths)
-        ids, positions, slots, new_slots = [], [], [], []
-        for request, start, length in zip(requests, starts, lengths, strict=True):
-            padding = [0] * (queries - length + start)
-            ids.append(request.tokens[start:] + padding)
-            positions.append([*range(start, length), *padding])
-            slots.append(request.slots + [0] * (context - length))
-            new_slots += request.slots[start:]
+        first = np.array(starts)
+        counts = np.array([len(request.tokens) for request in requests]) - first
+        ids = np.zeros((len(requests), counts.max()), dtype=np.int64)
+        slots = np.zeros((len(requests), (first + counts).max()), dtype=np.int64)
+        new_slots = array("q")
+        for row, (request, start, count) in enumerate(zip(requests, starts, counts, strict=True)):
+            ids[row, :count] = request.tokens[start:]
+            slots[row, : start + count] = request.slots
+            new_slots.extend(request.slots[start:])
+        steps = np.arange(ids.shape[1])
+        new_tokens = None if len(new_slots) == ids.size else np.flatnonzero(steps < counts[:, None])
         device = self.model.device
-        counts = torch.tensor([length - start for length, start in zip(lengths, starts, strict=True)], device=device)
         return self.model.forward(
             ForwardBatch(
-                input_ids=torch.tensor(ids, device=device),
-                positions=torch.tensor(positions, device=device),
-                valid=torch.arange(queries, device=device)[None] < counts[:, None],
-                context_slots=torch.tensor(slots, device=device),
+                input_ids=torch.from_numpy(ids).to(device),
+                positions=torch.from_numpy(first[:, None] + steps).to(device),
+                new_tokens=None if new_tokens is None else torch.from_numpy(new_tokens).to(device),
+                context_slots=torch.from_numpy(slots).to(device),
                 new_slots=torch.tensor(new_slots, device=device),
                 adapters=_adapter_rows(requests, device),
             )
@@ -201,11 +218,15 @@ class Engine:
     def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt from ``logprob_start_len`` on, never divided by the temperature."""
         first = request.wire.logprob_start_len
-        states = hidden[first - start : request.prompt_tokens - 1 - start]
-        targets = request.tokens[first + 1 : request.prompt_tokens]
-        logprobs = torch.log_softmax(self.model.logits(states), dim=-1)
-        chosen = logprobs[torch.arange(len(targets)), torch.tensor(targets, dtype=torch.long)].tolist()
-        request.prompt_logprobs = [(None, request.tokens[first]), *zip(chosen, targets, strict=True)]
+        targets = request.tokens[first : request.prompt_tokens]
+        if len(targets) > 1:
+            states = hidden[first - start : request.prompt_tokens - 1 - start]
+            logprobs = torch.log_softmax(self.model.logits(states), dim=-1)
+            wanted = torch.tensor(targets[1:], device=logprobs.device)
+            scores = logprobs.gather(-1, wanted[:, None]).squeeze(-1).tolist()
+            request.prompt_logprobs = list(zip([None, *scores], targets, strict=True))
+        else:
+            request.prompt_logprobs = [(None, token) for token in targets]
 
     # -- postprocess --------------------------------------------------------------------------------------------------
 
@@ -246,7 +267,7 @@ class Engine:
             request.namespace, request.tokens[:computed], request.slots, owned_from=request.cached
         )
         self.cache.unlock(request.node)
-        request.node, request.slots, request.cached = node, slots, len(slots)
+        request.node, request.slots, request.cached = node, array("q", slots), len(slots)
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
@@ -261,12 +282,6 @@ class Engine:
             request.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
             self.waiting.remove(request)
         return request
-
-    def load_weights(self, path: Path, label: str | None) -> None:
-        """Replace the weights. What is in the KV pool stays; see ``flush``."""
-        self.model.load_weights(path)
-        if label is not None:
-            self.label = label
 
 
 def _adapter_rows(requests: Sequence[Request], device: torch.device) -> list[tuple[Adapter, torch.Tensor | None]]:

@@ -28,7 +28,14 @@ def load_service(options: ServerOptions, worker: Worker) -> Service:
         model, tokenizer, max_running_requests=options.max_running_requests, random_seed=options.random_seed
     )
     context = options.context_length or model.config.max_position_embeddings
-    return Service(engine, tokenizer, worker=worker, context_length=context, eos=_eos(options, model.config))
+    return Service(
+        engine,
+        tokenizer,
+        worker=worker,
+        model_path=options.model,
+        context_length=context,
+        eos=_eos(options, model.config),
+    )
 
 
 def _eos(options: ServerOptions, config: Any) -> frozenset[int]:

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -26,11 +27,8 @@ __all__ = ["Adapter", "DecoderModel", "ForwardBatch"]
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3")
 # Those whose frequencies do not depend on the length of the sequence.
-_LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj") + (
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _ADAPTED = "base_model.model."
 _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -77,9 +75,7 @@ class DecoderModel:
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon: float = config.rms_norm_eps
-        rotary = LlamaRotaryEmbedding(config)
-        self._inverse_frequencies = rotary.inv_freq.float().to(device)
-        self._rotary_scale: float = rotary.attention_scaling
+        self._inverse_frequencies = LlamaRotaryEmbedding(config).inv_freq.float().to(device)
         self._weights: dict[str, torch.Tensor] = {}
         self.load_weights(path)
         self.slots = slots or self._default_slots()
@@ -94,7 +90,7 @@ class DecoderModel:
             raise ConfigError.for_value("model", str(path), "a folder with safetensors weights")
         read: dict[str, torch.Tensor] = {}
         for file in files:
-            read.update(load_file(file))
+            read.update(_read(file))
         missing = [name for name in self._needed() if name not in read]
         if missing:
             raise ConfigError.for_value("model", str(path), f"a folder with all weights; {missing[0]} is missing")
@@ -112,7 +108,7 @@ class DecoderModel:
         unsupported = [key for key in _UNSUPPORTED if config.get(key)]
         if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unsupported:
             raise ValueError(f"{path} is not a plain LoRA adapter: {unsupported or config.get('peft_type')}")
-        tensors = load_file(path / "adapter_model.safetensors")
+        tensors = _read(path / "adapter_model.safetensors")
         pairs: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             module, _, side = key.removesuffix(".weight").rpartition(".")
@@ -201,8 +197,7 @@ class DecoderModel:
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[..., None].float() * self._inverse_frequencies  # (B, Q, d / 2)
         angles = torch.cat([angles, angles], dim=-1)[:, :, None, :]
-        scale = self._rotary_scale
-        return (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
+        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
 
     def _needed(self) -> list[str]:
         names = ["model.embed_tokens", "model.norm"]
@@ -217,20 +212,29 @@ class DecoderModel:
         return min(65_536, 2**30 // per_token)
 
 
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    return tensors
+
+
 def _check_supported(config: Any) -> None:
     architecture = (config.architectures or ["?"])[0]
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    activation = getattr(config, "hidden_act", None)
     checks = {
         f"the architecture {architecture}": architecture in _ARCHITECTURES,
         f"rope of type {rope!r}": rope in _ROPE_TYPES,
-        f"the activation {config.hidden_act!r}": config.hidden_act == "silu",
+        f"the activation {activation!r}": activation == "silu",
         "sliding windows": not getattr(config, "use_sliding_window", False),
     }
     for feature, known in checks.items():
         if not known:
             raise ConfigError(
-                f"the embedded server has no forward pass for {feature}; it knows {', '.join(_ARCHITECTURES)} with rope "
-                f"of type {', '.join(_ROPE_TYPES)}, silu and full attention: serve this model with SGLang"
+                f"the embedded server has no forward pass for {feature}; it knows {', '.join(_ARCHITECTURES)} with "
+                f"rope of type {', '.join(_ROPE_TYPES)}, silu and full attention: serve this model with SGLang"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +32,13 @@ class Request:
     max_new_tokens: int
     """After clipping to the context."""
     stop_ids: frozenset[int]
-    tokens: list[int]
+    tokens: array[int]
     """Prompt and output."""
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[tuple[float | None, int]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     """(label, first output token under it)."""
-    slots: list[int] = field(default_factory=list)
+    slots: array[int] = field(default_factory=lambda: array("q"))
     """Pool slot of each token whose KV is computed: all but the last one while decoding."""
     node: Node | None = None
     """Where the cached part of ``slots`` ends in the trie; locked."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,12 +12,6 @@ __all__ = ["draw", "uniform"]
 
 _MASK = (1 << 64) - 1
 _GREEDY_BELOW = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    temperature: float
-    greedy: bool
 
 
 def uniform(seed: int, position: int) -> float:
@@ -37,19 +30,20 @@ def draw(
     The log-probability is taken after the temperature and before top-k, top-p and min-p. Temperature 0 is the most
     likely token, with the log-probability at temperature 1. ``uniforms`` are the draws in [0, 1), one a row.
     """
-    rows = [_Row(1.0, True) if p.temperature < _GREEDY_BELOW else _Row(p.temperature, p.top_k == 1) for p in params]
-    if any(row.temperature != 1.0 for row in rows):
-        logits = logits / torch.tensor([row.temperature for row in rows], device=logits.device)[:, None]
+    greedy = [p.temperature < _GREEDY_BELOW for p in params]
+    temperatures = [1.0 if likeliest else p.temperature for likeliest, p in zip(greedy, params, strict=True)]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
-    if all(row.greedy for row in rows):
+    if all(greedy):
         tokens = logprobs.argmax(-1)
     else:
         probabilities = _restricted(logprobs.exp(), params)
         totals = probabilities.double().cumsum(-1)
         wanted = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * totals[:, -1:]
         tokens = torch.searchsorted(totals, wanted, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
-        greedy = torch.tensor([row.greedy for row in rows], device=logits.device)
-        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+        if any(greedy):
+            tokens = torch.where(torch.tensor(greedy, device=logits.device), logprobs.argmax(-1), tokens)
     chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens.tolist(), chosen.tolist()
 

@@ -2,23 +2,23 @@
 
 Steps run in one worker thread. Whatever else touches the engine holds ``_between_steps``, so it never sees half a
 step. New requests only go through ``_arrived``, which the loop empties before a step: while the engine is paused or
-its weights are being replaced, they wait there.
+its weights are being replaced, they wait there. ``_computing`` counts the requests that the engine has, because its
+own lists change while it steps.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import torch
 
 from asyncrl.learning.worker import Worker
 from asyncrl.sampling.embedded.engine import Engine, PauseMode
-from asyncrl.sampling.embedded.model import load_adapter
 from asyncrl.sampling.embedded.request import LoadedAdapter, Request
 from asyncrl.sampling.wire import GenerateRequest, WireError, bad_value, generate_reply
 from asyncrl.scheduling.pulse import Pulse
@@ -35,11 +35,20 @@ class Service:
     """What the routes talk to. ``context_length`` bounds prompt and output together."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Any, *, worker: Worker, context_length: int, eos: frozenset[int]
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        worker: Worker,
+        model_path: Path,
+        context_length: int,
+        eos: frozenset[int],
     ) -> None:
         self.engine = engine
+        self.model_path = model_path
+        """Folder of the weights that are loaded."""
         self.paused = False
-        self.adapters: dict[str, LoadedAdapter] = {}
+        self._adapters: dict[str, LoadedAdapter] = {}
         self._tokenizer = tokenizer
         self._worker = worker
         self._context_length = context_length
@@ -49,16 +58,20 @@ class Service:
         self._uids = count(1)
         self._arrived: deque[Request] = deque()
         self._live: dict[str, tuple[Request, anyio.Event]] = {}
+        self._computing = 0
         self._updating = False
         self._wanted = 0
         # Callers that wait for the time between two steps.
         self._between_steps = anyio.Lock()
+        self._one_load = anyio.Lock()
+        self._one_update = anyio.Lock()
         self._changed = Pulse()
 
     @property
     def load(self) -> tuple[int, int]:
         """Running and waiting requests."""
-        return len(self.engine.running), len(self.engine.waiting) + len(self._arrived)
+        running = len(self.engine.running)
+        return running, self._computing - running + len(self._arrived)
 
     async def run(self) -> None:
         """Step for ever."""
@@ -66,23 +79,23 @@ class Service:
             await self._changed.wait_until(self._has_work)
             async with self._between_steps:
                 if not self._updating:
+                    self._computing += len(self._arrived)
                     self.engine.waiting.extend(self._arrived)
                     self._arrived.clear()
-                ended = await self._worker.run(self._steps) if not self.engine.idle else []
-            self._deliver(ended)
+                self._leave(await self._worker.run(self._steps))
 
     async def generate(self, wire: GenerateRequest) -> dict[str, Any]:
         """Serve one request. Cancelling it aborts it."""
-        if wire.rid in self._live:
-            raise bad_value(f"Duplicate request ID detected: {wire.rid}")
         self._check(wire)
         adapter = None if wire.lora_path is None else await self._adapter(wire.lora_path)
+        if wire.rid in self._live:
+            raise bad_value(f"Duplicate request ID detected: {wire.rid}")
         request = Request(
             wire=wire,
             adapter=adapter,
             max_new_tokens=min(wire.max_new_tokens, self.engine.model.slots - len(wire.input_ids) - 1),
             stop_ids=frozenset() if wire.ignore_eos else self._eos | frozenset(wire.stop_token_ids),
-            tokens=list(wire.input_ids),
+            tokens=array("q", wire.input_ids),
         )
         done = anyio.Event()
         self._live[wire.rid] = (request, done)
@@ -112,12 +125,12 @@ class Service:
         await self._abort(lambda request: True, self.engine.abort_all)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; see ``PauseMode``. New requests wait."""
+        """Stop stepping; when this returns nothing runs. New requests wait."""
         self.paused = True
         if mode == "abort":
             await self.abort_all()
-        elif mode == "retract":
-            await self._control(self.engine.retract_all)
+        else:
+            await self._control(self.engine.retract_all if mode == "retract" else lambda: None)
 
     def resume(self) -> None:
         """Go on."""
@@ -126,64 +139,71 @@ class Service:
 
     async def flush(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while requests run or, not paused, wait."""
-        if self.engine.running or (not self.paused and self.load[1]):
-            return False
-        await self._control(self.engine.flush)
-        return True
+        return await self._control(lambda: self.engine.flush(ignore_waiting=self.paused))
 
     async def update_weights(self, path: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
-        """Replace the weights: between two steps if paused, else after the requests that run; new ones wait."""
+        """Replace the weights: between two steps if paused, else after the requests that run; new ones wait.
+
+        If the flush is refused the weights are replaced all the same, as in SGLang.
+        """
         if abort_all:
             await self.abort_all()
-        self._updating = True
-        try:
-            if not self.paused:
-                await self._changed.wait_until(lambda: self.paused or self.engine.idle)
+        async with self._one_update:
+            self._updating = True
             try:
+                await self._changed.wait_until(lambda: self.paused or not self._computing)
                 await self._control(lambda: self.engine.load_weights(path, label))
+                self.model_path = path
+                flushed = not flush or await self.flush()
             except (OSError, ValueError) as error:
-                raise WireError(400, {"success": False, "message": f"Failed to update weights: {error}"}) from error
-            if flush and not await self.flush():
-                message = (
-                    "Weights were updated, but the cache was not flushed because requests are still running or queued."
-                )
-                raise WireError(400, {"success": False, "message": message})
-        finally:
-            self._updating = False
-            self._changed.notify()
+                raise _update_error(f"Failed to update weights: {error}") from error
+            finally:
+                self._updating = False
+                self._changed.notify()
+        if not flushed:
+            raise _update_error(
+                "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            )
+
+    async def relabel(self, label: str) -> None:
+        """Give the weights that are loaded another label; tokens that follow carry it."""
+        await self._control(lambda: self.engine.relabel(label))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a PEFT folder under a name that is not taken."""
-        if name in self.adapters:
-            raise self._lora_error(f"Failed to load LoRA adapter {name} because it is already loaded")
-        model = self.engine.model
-        try:
-            adapter = await self._worker.run(
-                lambda: load_adapter(name, Path(path), dtype=torch.float32, device=model.device)
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise self._lora_error(f"Failed to load LoRA adapter {name}: {error}") from error
-        self.adapters[name] = LoadedAdapter(adapter=adapter, path=path, uid=next(self._uids))
-        self._known_paths[name] = path
+        async with self._one_load:
+            if name in self._adapters:
+                raise self._lora_error(f"Failed to load LoRA adapter {name} because it is already loaded")
+            await self._load(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter at once for new requests; returns when the last request that uses it has ended."""
-        adapter = self.adapters.pop(name, None)
+        adapter = self._adapters.pop(name, None)
         if adapter is None:
             raise self._lora_error(f"LoRA adapter {name} is not loaded")
         await self._changed.wait_until(lambda: adapter.users == 0)
 
     def loaded_adapters(self) -> dict[str, str]:
         """Name to path."""
-        return {name: adapter.path for name, adapter in self.adapters.items()}
+        return {name: adapter.path for name, adapter in self._adapters.items()}
 
     async def _adapter(self, name: str) -> LoadedAdapter:
-        if name not in self.adapters:
-            if name not in self._known_paths:
-                loaded = list(self.adapters)
-                raise bad_value(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {loaded}.")
-            await self.load_adapter(name, self._known_paths[name])
-        return self.adapters[name]
+        """The adapter that a request names."""
+        if name not in self._known_paths:
+            loaded = list(self._adapters)
+            raise bad_value(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {loaded}.")
+        async with self._one_load:
+            if name not in self._adapters:
+                await self._load(name, self._known_paths[name])
+            return self._adapters[name]
+
+    async def _load(self, name: str, path: str) -> None:
+        try:
+            adapter = await self._worker.run(self.engine.model.load_adapter, name, Path(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise self._lora_error(f"Failed to load LoRA adapter {name}: {error}") from error
+        self._adapters[name] = LoadedAdapter(adapter=adapter, path=path, uid=next(self._uids))
+        self._known_paths[name] = path
 
     def _lora_error(self, message: str) -> WireError:
         return WireError(400, {"success": False, "error_message": message, "loaded_adapters": self.loaded_adapters()})
@@ -208,16 +228,17 @@ class Service:
             raise bad_value(f"logprob_start_len {wire.logprob_start_len} is longer than the input ({length} tokens)")
 
     def _has_work(self) -> bool:
-        return not self.paused and (not self.engine.idle or (bool(self._arrived) and not self._updating))
+        return not self.paused and (self._computing > 0 or (bool(self._arrived) and not self._updating))
 
     def _steps(self) -> list[Request]:
         """Some steps, until a request ends or somebody wants the time between two."""
-        ended: list[Request] = []
         for _ in range(_STEPS):
-            ended = self.engine.step()
-            if ended or self._wanted or self._arrived or self.engine.idle:
+            if self.engine.idle:
                 break
-        return ended
+            ended = self.engine.step()
+            if ended or self._wanted or self._arrived:
+                return ended
+        return []
 
     async def _control(self, operation: Callable[[], T]) -> T:
         """Run ``operation`` in the worker, between two steps."""
@@ -234,32 +255,41 @@ class Service:
         for request in never_started:
             self._arrived.remove(request)
             request.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
-        self._deliver(never_started)
-        self._deliver(await self._control(operation))
+        self._answer(never_started)
+        self._leave(await self._control(operation))
 
-    def _deliver(self, ended: Iterable[Request]) -> None:
+    def _leave(self, ended: list[Request]) -> None:
+        self._computing -= len(ended)
+        self._answer(ended)
+
+    def _answer(self, ended: list[Request]) -> None:
         for request in ended:
-            live = self._live.get(request.wire.rid)
-            if live is not None:
-                live[1].set()
+            self._live[request.wire.rid][1].set()
         self._changed.notify()
 
     def _reply(self, request: Request) -> dict[str, Any]:
-        output = request.tokens[request.prompt_tokens :]
-        shown = output
-        if request.finish_reason is not None and not request.wire.no_stop_trim and output:
-            matched = request.finish_reason.get("matched")
-            shown = output[:-1] if matched == output[-1] else output
-        text = self._tokenizer.decode(shown, skip_special_tokens=request.wire.skip_special_tokens)
+        assert request.finish_reason is not None
+        output = request.tokens[request.prompt_tokens :].tolist()
         return generate_reply(
             request.wire,
-            text=text,
+            text=self._text(request.wire, output, request.finish_reason.get("matched")),
             output_ids=output,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            finish_reason=request.finish_reason or {},
+            finish_reason=request.finish_reason,
             weight_version=self.engine.label,
             versions=request.versions,
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
         )
+
+    def _text(self, wire: GenerateRequest, output: list[int], matched: int | str | None) -> str:
+        """The output as text, without what ended it unless the request keeps that."""
+        trimmed = not wire.no_stop_trim
+        shown = output[:-1] if trimmed and isinstance(matched, int) else output
+        text = str(self._tokenizer.decode(shown, skip_special_tokens=wire.skip_special_tokens))
+        return text.partition(matched)[0] if trimmed and isinstance(matched, str) else text
+
+
+def _update_error(message: str) -> WireError:
+    return WireError(400, {"success": False, "message": message})
