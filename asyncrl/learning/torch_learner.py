@@ -78,6 +78,8 @@ class TorchLearner:
 
     async def open(self) -> None:
         """See ``Learner``. Importing torch and transformers takes up to tens of seconds on a small machine."""
+        # A new one: that of an earlier run has ended with it.
+        self._worker = Worker("asyncrl-learner")
         self._model = await self._worker.run(self._load)
 
     async def close(self) -> None:

@@ -29,5 +29,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(config).save_pretrained(path)
-    (path / "tokenizer_config.json").write_text('{"model_max_length": 64}', encoding="utf-8")
+    # A tokenizer's files, of which no test reads more than the bytes.
+    for name in ("tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"):
+        (path / name).write_text(f'{{"file": "{name}"}}', encoding="utf-8")
     return path

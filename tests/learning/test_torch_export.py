@@ -81,7 +81,8 @@ def test_an_exported_model_loads_in_transformers_and_predicts_the_same(model_pat
     model = load(model_path)
     train_step(model, random_sequences(11))
     model.export(tmp_path)
-    assert (tmp_path / "tokenizer_config.json").read_bytes() == (model_path / "tokenizer_config.json").read_bytes()
+    for name in ("tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (model_path / name).read_bytes()
     exported, source = (orjson.loads((path / "config.json").read_bytes()) for path in (tmp_path, model_path))
     assert exported == source
     reloaded = reference_model(tmp_path)

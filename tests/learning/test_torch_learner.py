@@ -89,3 +89,16 @@ def test_constructing_one_imports_no_torch(model_path: Path) -> None:
         f"TorchLearner({str(model_path)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_closed_learner_can_be_opened_again(model_path: Path) -> None:
+    """A later run starts from the folder's weights, not from where the earlier one ended."""
+    learner = TorchLearner(model_path, threads=1)
+    scores = []
+    for _ in range(2):
+        await learner.open()
+        scores.append(await learner.logprobs(TOKENS, start=1, temperature=1.0))
+        await learner.forward_backward([SEQUENCE], PolicyGradient())
+        await learner.optimizer_step(SETTINGS, divisor=1.0)
+        await learner.close()
+    np.testing.assert_array_equal(scores[0], scores[1])

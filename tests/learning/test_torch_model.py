@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import orjson
@@ -16,7 +13,6 @@ from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, PolicyGradient
-from asyncrl.learning.normalize import Divisor, Normalize, token_weight
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import FloatArray
 from tests.learning.tiny import (
@@ -81,47 +77,6 @@ def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path
     assert {name: result.sums[name] for name in sums} == pytest.approx(sums, rel=1e-4)
 
 
-@pytest.mark.parametrize("normalize", get_args(Normalize))
-def test_any_split_and_order_gives_the_full_batch_s_gradient(trained: TorchModel, normalize: Normalize) -> None:
-    """Groups of two in random chunks and micro-batches: the same gradient to 1e-6."""
-    plain = random_sequences(2, 8)
-    groups = [plain[start : start + 2] for start in range(0, 8, 2)]
-    divisor = Divisor(normalize)
-    weighted = []
-    for group in groups:
-        counts = [int(sequence.mask.sum()) for sequence in group]
-        divisor.add(counts)
-        weighted.append(
-            [
-                TrainingSequence(
-                    tokens=sequence.tokens,
-                    logprobs=sequence.logprobs,
-                    mask=sequence.mask,
-                    advantage=sequence.advantage,
-                    weight=token_weight(normalize, tokens=count, group_tokens=sum(counts)),
-                )
-                for sequence, count in zip(group, counts, strict=True)
-            ]
-        )
-
-    def gradient(chunks: Sequence[Sequence[Sequence[TrainingSequence]]]) -> dict[str, torch.Tensor]:
-        for chunk in chunks:
-            trained.forward_backward([sequence for group in chunk for sequence in group], CISPO())
-        gradients = {name: grad / divisor.value for name, grad in gradients_of(trained._causal).items()}
-        trained.discard_gradients()
-        return gradients
-
-    whole = gradient([weighted])
-    size = max(float(grad.abs().max()) for grad in whole.values())
-    chance = random.Random(0)
-    for micro_batch_tokens in (10, 40, 4096):
-        trained._micro_batch_tokens = micro_batch_tokens
-        chance.shuffle(weighted)
-        cut = chance.randrange(1, 4)
-        split = gradient([weighted[:cut], weighted[cut:]])
-        assert largest_difference(split, whole) < 1e-6 * max(1.0, size)
-
-
 def test_nothing_to_train(trained: TorchModel) -> None:
     """No sequences: no tokens, no sums, no gradient."""
     result = trained.forward_backward([], CISPO())
@@ -170,7 +125,7 @@ def test_the_step_is_adam_on_the_divided_and_clipped_gradient(model_path: Path) 
     assert gradients_of(model._causal) == {}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])  # the last: only the norm is infinite
 def test_a_gradient_that_is_not_finite_changes_nothing(model_path: Path, value: float) -> None:
     """The step is refused before any parameter or optimizer state changes, and the gradient is gone."""
     model = load(model_path)
