@@ -18,9 +18,9 @@ from asyncrl.publishing.disk import DiskPublisher
 from asyncrl.publishing.lora import LoraPublisher
 from asyncrl.publishing.probe import Probe, model_vocab_size
 from asyncrl.sampling.base import Sampler
-from asyncrl.sampling.control import PauseMode
 from asyncrl.sampling.launch import EmbeddedServer
 from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.wire import PauseMode
 
 __all__ = ["OpenPolicy", "Policy"]
 

@@ -164,7 +164,7 @@ log = "json"
         (["model.lora.rank=4"], "model.lora: unknown key 'rank'"),
         (["sampler.backend=sglang"], "sampler.urls is [], but must be at least one URL"),
         (["sampler.urls=['http://a']"], "sampler.urls is ['http://a']"),
-        (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32', 'bfloat16' or 'float16'"),
+        (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32' or 'bfloat16'"),
         (["run.log=xml"], "run.log is 'xml'"),
     ],
 )

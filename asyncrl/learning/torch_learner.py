@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DType", "TorchLearner"]
 
-DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+DType: TypeAlias = Literal["float32", "bfloat16"]
 
 
 class TorchLearner:

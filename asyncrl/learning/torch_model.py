@@ -74,6 +74,7 @@ class TorchModel:
         self._masters = [_master(parameter) for parameter in self._parameters]
         self._optimizer = torch.optim.AdamW(self._masters, lr=0.0, fused=True)
         self._proximal: dict[int, tuple[TrainingSequence, torch.Tensor]] = {}
+        self._require_plain_logits()
 
     def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
         """Keep the log-probabilities of these sequences under the parameters as they are now."""
@@ -164,6 +165,17 @@ class TorchModel:
         )
         logprobs, _ = self._trained_logprobs([sequence])
         return logprobs.cpu().numpy()
+
+    @torch.no_grad()
+    def _require_plain_logits(self) -> None:
+        """Refuse models that scale or cap what their output layer gives, which the passes here would leave out."""
+        ids = torch.arange(1, 4, device=self._device)[None]
+        hidden = self._causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        plain = self._causal.get_output_embeddings()(hidden).float()
+        logits = self._causal(input_ids=ids, use_cache=False).logits.float()
+        if not torch.allclose(plain, logits, rtol=1e-3, atol=1e-3):
+            kind = type(self._causal).__name__
+            raise ConfigError(f"{kind} changes its logits after the output layer, which the learner cannot reproduce")
 
     def _batches(self, sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
         lengths = [len(sequence.tokens) for sequence in sequences]

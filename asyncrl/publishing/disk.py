@@ -17,8 +17,9 @@ from asyncrl.publishing.base import Address
 from asyncrl.publishing.delivery import Delivery
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Release, Staging
-from asyncrl.sampling.control import PauseMode, ServerControl
+from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.wire import PauseMode
 
 __all__ = ["DiskPublisher"]
 

@@ -10,7 +10,7 @@ import math
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import anyio
 import httpx
@@ -20,13 +20,10 @@ import orjson
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.transport import TRANSPORT_ERRORS
-from asyncrl.sampling.wire import error_text, generate_body
+from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["PauseMode", "ServerControl"]
-
-PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
-"""What a pause does to running requests: end them with what they have, compute them again later, or freeze them."""
+__all__ = ["ServerControl"]
 
 _QUICK_S = 30.0
 _ABORT_S = 5.0

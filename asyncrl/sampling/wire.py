@@ -10,7 +10,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
@@ -21,6 +21,7 @@ from asyncrl.types import Segment, StopReason, VersionSpan
 
 __all__ = [
     "GenerateRequest",
+    "PauseMode",
     "WireError",
     "bad_request",
     "bad_value",
@@ -30,6 +31,9 @@ __all__ = [
     "parse_generate",
     "parse_segment",
 ]
+
+PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
+"""What a pause does to running requests: end them with what they have, compute them again later, or freeze them."""
 
 
 _ERROR_KEYS = ("error", "error_message", "message", "detail")

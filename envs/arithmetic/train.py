@@ -18,7 +18,7 @@ CONCURRENCY = 64  # asynchronous: 192
 
 
 async def main() -> None:
-    """Train for eight steps and print each one's reward and age."""
+    """Train for 24 steps and print each one's reward and age."""
     with tempfile.TemporaryDirectory() as folder:
         build_model(Path(folder))
         policy = rl.Policy(rl.TorchLearner(folder, lora=rl.LoraConfig(r=16, alpha=32), threads=1))
@@ -34,7 +34,7 @@ async def main() -> None:
         )
         trainer = rl.AsyncTrainer(
             engine=engine,
-            optimizer=rl.Adam(lr=5e-4, grad_clip_norm=1.0),
+            optimizer=rl.Adam(lr=3e-4, grad_clip_norm=1.0, schedule=rl.cosine(floor=0.1)),
             advantage=rl.GroupCentered(standardize=True),
             completion=rl.GroupCompletion(mode="wait"),
             truncation=rl.Truncation(train="reward"),
@@ -44,7 +44,7 @@ async def main() -> None:
             group_size=8,
             max_staleness=MAX_STALENESS,
         )
-        async for step in trainer.run(train_rows(), steps=8):
+        async for step in trainer.run(train_rows(), steps=24):
             metrics = step.metrics
             print(
                 f"step {step.n}: reward {metrics['reward/mean']:.3f}, "

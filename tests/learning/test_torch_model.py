@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import TrainingSequence
@@ -264,3 +265,17 @@ def test_it_learns_a_bandit(model_path: Path, lora: LoraConfig | None) -> None:
         model.forward_backward(sequences, PolicyGradient())
         model.optimizer_step(adam_settings(lr=5e-3), 64.0)
     assert probabilities()[7] > 0.75
+
+
+def test_a_model_that_changes_its_logits_is_refused(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the output layer is not in the learner's passes, so its log-probabilities would be wrong."""
+    plain = Qwen3ForCausalLM.forward
+
+    def capped(self: Any, *args: Any, **options: Any) -> Any:
+        output = plain(self, *args, **options)
+        output.logits = (output.logits * 100).tanh() / 100
+        return output
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", capped)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM changes its logits"):
+        load(model_path)

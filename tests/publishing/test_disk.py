@@ -16,9 +16,9 @@ from asyncrl.publishing.base import Address
 from asyncrl.publishing.disk import DiskPublisher
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.control import PauseMode
 from asyncrl.sampling.pool import rendezvous
 from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.wire import PauseMode
 from asyncrl.testing.server import Fault, ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner, theta_logprobs
 from asyncrl.types import Segment, VersionSpan

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,8 @@ from asyncrl.sampling.embedded.model import Adapter, DecoderModel, ForwardBatch
 from asyncrl.sampling.embedded.request import Request
 from asyncrl.sampling.embedded.sampling import draw, uniform
 
-__all__ = ["Engine", "PauseMode"]
+__all__ = ["Engine"]
 
-PauseMode = Literal["abort", "retract", "in_place"]
 _PREFILL_TOKENS = 2048
 # New tokens in one prefill, padding included: bounds how long decoding waits for it.
 _ALIKE_TOKENS = 8
