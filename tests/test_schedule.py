@@ -172,3 +172,18 @@ def test_trained_tokens_are_the_served_ones() -> None:
                 assert (span.tokens.tobytes(), span.logprobs.tobytes()) in served
                 assert sequence.logprobs[part].tobytes() == span.logprobs.tobytes()
             offset += len(span.tokens)
+
+
+@pytest.mark.parametrize("sampling_policy", ["trajectory", "segment"])
+def test_a_pinned_trajectory_keeps_its_version_and_others_move(sampling_policy: str) -> None:
+    """All segments of a pinned trajectory are of one version while newer ones are published; else they follow."""
+    versions: set[int] = set()
+    for seed in range(30):
+        run = _Run(seed, max_staleness=4, sampling_policy=sampling_policy)
+        run_virtual(run.to_the_end, seed=seed)
+        for step in run.steps:
+            for traj in step.trajectories:
+                used = [span.version for span in traj.spans if span.version is not None]
+                assert used == sorted(used)
+                versions.add(len(set(used)))
+    assert versions == {1} if sampling_policy == "trajectory" else max(versions) > 1

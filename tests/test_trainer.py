@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import asyncrl as rl
-from asyncrl.errors import ConfigError, NonFiniteError, PublicationError
+from asyncrl.errors import ConfigError, NonFiniteError, PublicationError, ServerUnavailable
 from asyncrl.events import (
     BarrierOpened,
     ChunkTrained,
@@ -31,7 +31,7 @@ from asyncrl.testing import (
     run_virtual,
     scripted_policy,
 )
-from asyncrl.types import Message, Row, Step, Trajectory, TruncationCause
+from asyncrl.types import Message, Row, Segment, Step, Trajectory, TruncationCause
 
 
 class _Env(rl.Env):
@@ -472,3 +472,21 @@ def test_a_policy_serves_one_run_at_a_time() -> None:
         await second.aclose()
 
     run_virtual(main)
+
+
+class _LosingSampler(ScriptedSampler):
+    """Its first request is lost."""
+
+    async def sample(self, request: SegmentRequest) -> Segment:
+        if not self.requests:
+            self.requests.append(request)
+            raise ServerUnavailable("no server is left")
+        return await super().sample(request)
+
+
+def test_a_lost_request_gives_its_place_back() -> None:
+    """With one request at a time, the run goes on after one was lost; the member is tried again."""
+    case = _Case(sampler=_LosingSampler(), engine={"schedule": rl.Schedule(max_sample_requests=1)})
+    run_virtual(case.run)
+    assert len(case.of(MemberFailed)) == 1
+    assert len(case.steps) == 3
