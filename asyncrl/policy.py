@@ -6,9 +6,11 @@ import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
@@ -97,12 +99,13 @@ class Policy:
             if sampler is None:
                 server = EmbeddedServer(self.learner.model_path, threads=self._sampler_threads)
                 url = await stack.enter_async_context(server)
-                sampler = SGLang([url], vocab_size=model_vocab_size(self.learner.model_path))
+                vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
+                sampler = SGLang([url], vocab_size=vocab_size)
                 await stack.enter_async_context(sampler.opened())
             if isinstance(sampler, SGLang):
                 stack.callback(sampler.events.subscribe(events.emit))
             await loaded.wait()
-            publisher = self._publisher or self._make_publisher(sampler, self._versions_directory(stack))
+            publisher = self._publisher or await self._make_publisher(sampler, self._versions_directory(stack))
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
 
     def _free(self) -> None:
@@ -117,10 +120,11 @@ class Policy:
             return self._directory
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-")))
 
-    def _make_publisher(self, sampler: Sampler, directory: Path) -> Publisher:
+    async def _make_publisher(self, sampler: Sampler, directory: Path) -> Publisher:
         if not isinstance(sampler, SGLang):
             raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
-        probe = Probe.for_model(self.learner.model_path, tolerance=self._probe_tolerance)
+        make_probe = partial(Probe.for_model, self.learner.model_path, tolerance=self._probe_tolerance)
+        probe = await anyio.to_thread.run_sync(make_probe)
         if self.learner.lora_rank is not None:
             return LoraPublisher(self.learner, sampler, directory, self._name, probe=probe)
         return DiskPublisher(self.learner, sampler, directory, pause_mode=self._pause_mode, probe=probe)

@@ -23,7 +23,7 @@ from asyncrl.learning.base import ChunkResult, TrainingSequence
 from asyncrl.types import SpanKind, Step
 from envs.guess_number.env import GuessNumber, build_model, train_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("blocking_calls_are_errors")]
 
 
 @pytest.fixture(scope="module")

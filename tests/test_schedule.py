@@ -23,6 +23,8 @@ from asyncrl.testing import (
 )
 from asyncrl.types import Message, Row, SpanKind, Step, Trajectory
 
+pytestmark = pytest.mark.usefixtures("blocking_calls_are_errors")
+
 
 class _Chat(rl.Env):
     """A few turns with a tool in between that takes ``wait()`` seconds; the reward varies within a group."""

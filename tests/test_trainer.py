@@ -33,6 +33,8 @@ from asyncrl.testing import (
 )
 from asyncrl.types import Message, Row, Segment, Step, Trajectory, TruncationCause
 
+pytestmark = pytest.mark.usefixtures("blocking_calls_are_errors")
+
 
 class _Env(rl.Env):
     """One turn; the reward is the member's number, so that each group has variance."""

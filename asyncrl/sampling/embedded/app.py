@@ -109,10 +109,8 @@ class _Routes:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None, None]:
         """Load the model, and step while the server is up."""
-        from asyncrl.sampling.embedded.loading import load_service
-
         with closing(Worker("asyncrl-engine")) as worker:
-            self.service = await worker.run(load_service, self._options, worker)
+            self.service = await worker.run(_load, self._options, worker)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.service.run)
                 yield
@@ -282,6 +280,13 @@ class _Routes:
 
     def _adapters(self) -> Response:
         return _json({"success": True, "error_message": "", "loaded_adapters": self.service.loaded_adapters()})
+
+
+def _load(options: ServerOptions, worker: Worker) -> Any:
+    # Importing torch takes seconds, so that it happens in the worker too.
+    from asyncrl.sampling.embedded.loading import load_service
+
+    return load_service(options, worker)
 
 
 async def _body(request: HTTPRequest) -> dict[str, Any]:
