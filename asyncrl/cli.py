@@ -264,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add("train", _train, "train a recipe")
     train.add_argument("recipe", type=Path, help="TOML file; paths in it are relative to it")
-    demo = add("demo", _train, "train the guess-a-number recipe, on any machine in about a minute")
+    demo = add("demo", _train, "train the guess-a-number recipe, on any machine in about two minutes")
     demo.set_defaults(recipe=None)
     evaluate = add("eval", _evaluate, "measure the held-out reward of a recipe's model as it is before training")
     evaluate.add_argument("recipe", type=Path, help="TOML file")
