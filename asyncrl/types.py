@@ -205,12 +205,6 @@ class Trajectory:
                 return str(message.get("content") or "")
         return ""
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The smallest version of any generated token, None before the first."""
-        versions = [span.version for span in self.spans if span.version is not None]
-        return min(versions) if versions else None
-
     def append(self, span: Span) -> None:
         """Add the next tokens of the conversation."""
         if len(span.tokens) == 0:

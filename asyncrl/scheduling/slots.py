@@ -32,11 +32,6 @@ class OrderedSlots:
         self._waiters: list[tuple[tuple[int, int], int, _Waiter]] = []
         self._tickets = count()
 
-    @property
-    def waiting(self) -> int:
-        """Callers that wait for a slot."""
-        return sum(not waiter.cancelled for _, _, waiter in self._waiters)
-
     def acquire_nowait(self) -> bool:
         """Take a slot if one is free. Free slots and waiters never exist together, so this jumps no queue."""
         if self.in_use < self.limit:
