@@ -26,10 +26,17 @@ from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.group import GroupPlan, run_group
 from asyncrl.rollout.renderer import Renderer, load_renderer
-from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings, VersionSource
+from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.transport import require_open_files
 from asyncrl.scheduling.policyclock import PolicyClock
-from asyncrl.scheduling.rules import KVCache, SamplingPolicy, Schedule, require_choice, require_count
+from asyncrl.scheduling.rules import (
+    GroupCompletion,
+    KVCache,
+    SamplingPolicy,
+    Schedule,
+    require_choice,
+    require_count,
+)
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import Group, Row
 
@@ -48,11 +55,37 @@ class EngineSession:
     _slots: OrderedSlots
     _seed: int
     _retries: int
+    _prefix: str = ""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the environment's tools, as far as they are known."""
+        return self._factory.tools
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """The sampling distribution."""
+        return self._context.settings
 
     @property
     def requests_in_flight(self) -> int:
         """Sampling requests that are being answered."""
         return self._context.requests.in_use
+
+    @property
+    def requests_queued(self) -> int:
+        """Sampling requests that wait for ``max_sample_requests``."""
+        return self._context.requests.waiting
+
+    def pinned(self, version: int, *, prefix: str, temperature: float, events: Events) -> EngineSession:
+        """The same engine for a measurement: every trajectory samples with ``version`` and reports to ``events``."""
+        context = replace(
+            self._context,
+            settings=replace(self._context.settings, temperature=temperature, kv_cache=None),
+            versions=_Pinned(published=version),
+            events=events,
+        )
+        return replace(self, _context=context, _prefix=prefix)
 
     async def group(
         self,
@@ -60,29 +93,32 @@ class EngineSession:
         row: Row,
         size: int,
         *,
+        completion: GroupCompletion | None = None,
         on_birth: Callable[[int, int], None] | None = None,
-        versions: VersionSource | None = None,
-        prefix: str = "",
-        temperature: float | None = None,
-        events: Events | None = None,
+        on_part: Callable[[Group], None] | None = None,
     ) -> Group:
         """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
 
-        ``on_birth(index, version)`` is called at each dispatch. ``versions`` pins something else than the newest
-        published version; ``temperature`` replaces the engine's, and ``events`` the run's stream, for evaluations.
+        ``on_birth(index, version)`` is called at each dispatch; ``on_part``: see ``run_group``.
         """
-        settings = self._context.settings
-        if temperature is not None:
-            settings = replace(settings, temperature=temperature)
-        context = replace(
-            self._context,
-            settings=settings,
-            versions=versions or self.clock,
-            on_birth=on_birth or self._context.on_birth,
-            events=events or self.events,
+        context = self._context if on_birth is None else replace(self._context, on_birth=on_birth)
+        plan = GroupPlan(
+            index=index,
+            row=row,
+            size=size,
+            seed=self._seed,
+            retries=self._retries,
+            prefix=self._prefix,
+            completion=completion or GroupCompletion(),
         )
-        plan = GroupPlan(index=index, row=row, size=size, seed=self._seed, retries=self._retries, prefix=prefix)
-        return await run_group(plan, self._factory, self._slots, context)
+        return await run_group(plan, self._factory, self._slots, context, on_part=on_part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pinned:
+    """A version source that never moves."""
+
+    published: int
 
 
 class RolloutEngine:
@@ -90,7 +126,7 @@ class RolloutEngine:
 
     ``env``: an ``Env`` instance that all trajectories share, or a class or zero-argument factory for one each.
     ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
-    published version for each request (``kv_cache`` must acknowledge the prefill that this costs).
+    published version for each request, as far as ``kv_cache`` lets it.
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``member_retries``: further attempts of a trajectory whose machinery failed.
@@ -119,7 +155,10 @@ class RolloutEngine:
         self.schedule = schedule or Schedule()
         self.sampling_policy = sampling_policy
         self.settings = SamplingSettings(
-            temperature=temperature, top_p=top_p, top_k=top_k, pinned=sampling_policy == "trajectory"
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            kv_cache=_checked_kv_cache(sampling_policy, kv_cache or KVCache()),
         )
         self._factory = env_factory(env)
         self._budget = budget or Budget()
@@ -129,7 +168,6 @@ class RolloutEngine:
         self._retries = member_retries
         self._environment_timeout_s = environment_timeout
         _check_sampling(self.settings)
-        _check_kv_cache(sampling_policy, kv_cache)
         require_count("member_retries", member_retries, least=0)
         if not environment_timeout > 0:
             raise ConfigError.for_value("environment_timeout", environment_timeout, "more than 0 seconds")
@@ -222,16 +260,25 @@ def _check_sampling(settings: SamplingSettings) -> None:
         raise ConfigError.for_value("top_k", settings.top_k, "-1 (all tokens) or at least 1")
 
 
-def _check_kv_cache(sampling_policy: SamplingPolicy, kv_cache: KVCache | None) -> None:
+def _checked_kv_cache(sampling_policy: SamplingPolicy, kv_cache: KVCache) -> KVCache | None:
+    """The rule by which trajectories move to newer weights; None if they never do."""
     require_choice("sampling_policy", sampling_policy, SamplingPolicy)
     if sampling_policy == "trajectory":
-        if kv_cache is not None:
+        if kv_cache != KVCache():
             raise ConfigError(
-                "kv_cache is set, but sampling_policy='trajectory' never moves a trajectory to other weights: "
+                f"kv_cache is {kv_cache}, but sampling_policy='trajectory' never moves a trajectory to other weights: "
                 "leave kv_cache out, or use sampling_policy='segment'"
             )
-    elif kv_cache is None or not kv_cache.allow_reprefill:
+        return None
+    if kv_cache.on_limit == "refill" and not kv_cache.allow_reprefill:
         raise ConfigError(
-            "sampling_policy='segment' prefills the whole context again when a newer version is published: "
+            "kv_cache.on_limit='refill' computes the whole context again when a trajectory moves to newer weights: "
             "acknowledge it with kv_cache=KVCache(on_limit='refill', allow_reprefill=True)"
         )
+    if kv_cache.on_limit == "hold" and kv_cache.max_staleness == 0:
+        raise ConfigError(
+            "sampling_policy is 'segment' and kv_cache is KVCache(max_staleness=0, on_limit='hold'): no trajectory "
+            "could ever move to newer weights; allow older prefixes with kv_cache=KVCache(max_staleness=1), or "
+            "computing them again with kv_cache=KVCache(on_limit='refill', allow_reprefill=True)"
+        )
+    return kv_cache

@@ -23,11 +23,6 @@ __all__ = ["Evaluator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pinned:
-    published: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Rolls out ``rows`` before the first step, after the last one, and every ``every`` steps in between (0: never)."""
 
@@ -54,20 +49,15 @@ class Evaluator:
         """Roll out all rows under the published version. Emits ``EvaluationFinished`` and returns its metrics."""
         version = session.clock.published
         groups: list[Group] = []
-        # Its segments and tools are not part of the training run's metrics.
-        unheard = Events()
+        pinned = session.pinned(
+            version,
+            prefix=f"eval{version}-",
+            temperature=session.settings.temperature if self.temperature is None else self.temperature,
+            events=Events(),  # its segments and tools are not part of the training run's metrics
+        )
 
         async def run(index: int, row: Row) -> None:
-            group = await session.group(
-                index,
-                row,
-                self.group_size,
-                versions=_Pinned(published=version),
-                prefix=f"eval{version}-",
-                temperature=self.temperature,
-                events=unheard,
-            )
-            groups.append(group)
+            groups.append(await pinned.group(index, row, self.group_size))
 
         async with anyio.create_task_group() as tasks:
             for index, row in enumerate(self.rows):

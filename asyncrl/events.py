@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from asyncrl.types import BarrierWait
+
 __all__ = [
     "BarrierOpened",
     "BatchTaken",
     "ChunkTrained",
+    "DeadlinePassed",
     "EvaluationFinished",
     "Event",
     "Events",
@@ -21,6 +24,7 @@ __all__ = [
     "GroupBorn",
     "GroupFinished",
     "LearnerStepped",
+    "MemberDiscarded",
     "MemberFailed",
     "MemberFinished",
     "Notice",
@@ -70,6 +74,8 @@ class SegmentSampled(Event):
     """From the wish to sample to the dispatch."""
     seconds: float
     """From the dispatch to the answer."""
+    refilled: bool = False
+    """The limit on KV age moved the trajectory to newer weights, and its whole prefix was computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,25 @@ class MemberFailed(Event):
     member: int
     attempt: int
     error: str
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed(Event):
+    """A member wanted more tokens than stragglers may have: ``finished`` members were done, ``stragglers`` were not."""
+
+    group: int
+    finished: int
+    stragglers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberDiscarded(Event):
+    """The group's deadline ended a trajectory that will not be trained."""
+
+    group: int
+    member: int
+    generated_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +136,14 @@ class GroupFinished(Event):
 
     group: int
     seconds: float
+    closed_by_deadline: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierOpened(Event):
-    """Enough groups were ready, but the trainer had to wait ``seconds`` for an older one; ``group`` is that one."""
+    """Enough groups were ready for a batch, but the trainer had to wait for one that was due."""
 
-    seconds: float
-    group: int
+    wait: BarrierWait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

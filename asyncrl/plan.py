@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
-from asyncrl.learning.advantages import Advantage, GroupCentered
+from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
 from asyncrl.learning.losses import Loss
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
@@ -15,13 +16,14 @@ from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
     GroupCompletion,
+    SamplingPolicy,
     StalePolicy,
     Truncation,
     require_choice,
     require_count,
 )
 
-__all__ = ["TrainingPlan", "check_acknowledged", "check_plan", "overlap_rule"]
+__all__ = ["TrainingPlan", "check_acknowledged", "check_plan", "possible_losses"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,37 +39,33 @@ class TrainingPlan:
     group_size: int
     max_staleness: int
     stale_policy: StalePolicy
+    sampling_policy: SamplingPolicy
     batch_order: BatchOrder
     repeat_dataset: bool
     truncation: Truncation
-    overlap: ForwardBackwardBatch | None
+    forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None
+
+    @property
+    def overlap(self) -> ForwardBackwardBatch | None:
+        """The rule by which finished groups are trained before their batch is complete; None trains whole batches."""
+        if isinstance(self.forward_backward_batch, ForwardBackwardBatch):
+            return self.forward_backward_batch
+        automatic = self.forward_backward_batch == "auto" and not any(_against_overlap(self))
+        return ForwardBackwardBatch() if automatic else None
 
 
-def overlap_rule(
-    option: ForwardBackwardBatch | Literal["auto"] | None,
-    max_staleness: int,
-    stale_policy: StalePolicy,
-    advantage: Advantage,
-) -> ForwardBackwardBatch | None:
-    """The chunk rule of a synchronous run that can overlap, else None."""
-    possible = max_staleness == 0 and stale_policy == "wait" and type(advantage) is GroupCentered
-    if option == "auto":
-        return ForwardBackwardBatch() if possible else None
-    if option is None:
-        return None
-    if not isinstance(option, ForwardBackwardBatch):
-        raise ConfigError.for_value("forward_backward_batch", option, "'auto', None or a ForwardBackwardBatch")
-    if max_staleness > 0:
-        raise ConfigError(
-            f"forward_backward_batch is set and max_staleness is {max_staleness}: explicit chunks are for synchronous "
-            "runs; leave forward_backward_batch='auto', or set max_staleness=0"
-        )
-    if not possible:
-        raise ConfigError(
-            "forward_backward_batch needs stale_policy='wait' and advantage=GroupCentered(): any other advantage needs "
-            "the rewards of the whole batch; leave forward_backward_batch='auto'"
-        )
-    return option
+def _against_overlap(plan: TrainingPlan) -> Iterator[str]:
+    """Why groups cannot be trained before their batch is complete."""
+    if plan.max_staleness > 0:
+        yield f"max_staleness is {plan.max_staleness}, and explicit chunks are for synchronous runs (max_staleness=0)"
+    if plan.stale_policy != "wait":
+        yield f"stale_policy is {plan.stale_policy!r} and must be 'wait'"
+    if plan.completion.mode != "wait":
+        yield f"completion.mode is {plan.completion.mode!r} and must be 'wait'"
+    if plan.sampling_policy != "trajectory":
+        yield f"sampling_policy is {plan.sampling_policy!r} and must be 'trajectory'"
+    if type(plan.advantage) is not GroupCentered:
+        yield "advantage must be GroupCentered(): any other may need the rewards of the whole batch"
 
 
 def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
@@ -78,18 +76,9 @@ def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
     require_choice("normalize", plan.normalize, Normalize)
     require_choice("stale_policy", plan.stale_policy, StalePolicy)
     require_choice("batch_order", plan.batch_order, BatchOrder)
-    settings = engine.settings
-    if settings.temperature == 0:
-        raise ConfigError("temperature is 0: greedy samples have no log-probability to train on; use more than 0")
-    if settings.top_p != 1 or settings.top_k != -1:
-        raise ConfigError(
-            f"top_p is {settings.top_p} and top_k is {settings.top_k}: the learner computes the full "
-            "distribution, so training needs top_p=1 and top_k=-1"
-        )
-    if plan.group_size < plan.completion.min_members:
-        raise ConfigError.for_value(
-            "group_size", plan.group_size, f"at least completion.min_members ({plan.completion.min_members})"
-        )
+    _check_sampling(plan, engine)
+    _check_overlap(plan)
+    _check_completion(plan)
     if plan.max_staleness == 0 and engine.schedule.oversample_factor != 1:
         raise ConfigError(
             f"schedule.oversample_factor is {engine.schedule.oversample_factor} and max_staleness is 0: a synchronous "
@@ -99,22 +88,97 @@ def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
         raise ConfigError(
             f"stale_policy is {plan.stale_policy!r}: repeat_dataset=False and batch_order='admission' need 'wait'"
         )
-    if plan.max_staleness > 0 and engine.sampling_policy == "trajectory" and not engine.policy.pins_versions:
+
+
+def _check_sampling(plan: TrainingPlan, engine: RolloutEngine) -> None:
+    settings = engine.settings
+    if settings.temperature == 0:
+        raise ConfigError("temperature is 0: greedy samples have no log-probability to train on; use more than 0")
+    if settings.top_p != 1 or settings.top_k != -1:
         raise ConfigError(
-            f"max_staleness is {plan.max_staleness} and sampling_policy is 'trajectory', but full weights on the "
-            "servers cannot be kept at an older version: train a LoRA adapter, use sampling_policy='segment', or set "
-            "max_staleness=0"
+            f"top_p is {settings.top_p} and top_k is {settings.top_k}: the learner computes the full "
+            "distribution, so training needs top_p=1 and top_k=-1"
+        )
+    if plan.max_staleness == 0 or engine.policy.pins_versions:
+        return
+    gone = "but full weights on the servers cannot be kept at an older version"
+    if settings.kv_cache is None:
+        raise ConfigError(
+            f"max_staleness is {plan.max_staleness} and sampling_policy is 'trajectory', {gone}: train a LoRA adapter, "
+            "use sampling_policy='segment', or set max_staleness=0"
+        )
+    within_bound = plan.stale_policy == "wait" and settings.kv_cache.max_staleness >= plan.max_staleness
+    if settings.keeps_version and not within_bound:
+        raise ConfigError(
+            f"kv_cache.on_limit is 'hold' with kv_cache.max_staleness {settings.kv_cache.max_staleness}, {gone}: train "
+            "a LoRA adapter, use KVCache(on_limit='refill', allow_reprefill=True), or with stale_policy='wait' a "
+            f"kv_cache.max_staleness of at least max_staleness ({plan.max_staleness}), which is then never exceeded"
+        )
+
+
+def _check_overlap(plan: TrainingPlan) -> None:
+    option = plan.forward_backward_batch
+    if option == "auto" or option is None:
+        return
+    if not isinstance(option, ForwardBackwardBatch):
+        raise ConfigError.for_value("forward_backward_batch", option, "'auto', None or a ForwardBackwardBatch")
+    if reasons := list(_against_overlap(plan)):
+        raise ConfigError(
+            f"forward_backward_batch is set, but {'; '.join(reasons)}. Change that, or leave "
+            "forward_backward_batch='auto', which overlaps only where it can"
+        )
+
+
+def _check_completion(plan: TrainingPlan) -> None:
+    completion = plan.completion
+    if plan.group_size < completion.min_members:
+        raise ConfigError.for_value(
+            "group_size", plan.group_size, f"at least completion.min_members ({completion.min_members})"
+        )
+    if completion.stragglers == "carry_over":
+        carried = "completion.on_stragglers is 'carry_over', which divides a group between batches"
+        if type(plan.advantage) is not Batchwise:
+            raise ConfigError(f"{carried}: a late member has no group to be centred in; use advantage=Batchwise()")
+        if plan.normalize == "prompt":
+            raise ConfigError(f"{carried}: normalize='prompt' would count it twice; use 'token', 'sequence' or 'batch'")
+        if plan.max_staleness == 0:
+            raise ConfigError(f"{carried}, and max_staleness is 0: a late member would be too old; use at least 1")
+    if plan.stale_policy == "wait" and not completion.whole_groups:
+        raise ConfigError(
+            f"completion.on_stragglers is {completion.on_stragglers!r} and stale_policy is 'wait', which needs whole "
+            "groups: use on_stragglers='truncate', or stale_policy='mask_span' or 'keep'"
         )
 
 
 def check_acknowledged(plan: TrainingPlan, *, trajectory_loss: bool, unbounded: bool) -> None:
     """Refuse options that can lose training data or the bound unless the user said so."""
-    losing = []
+    losses = dict(possible_losses(plan))
+    unbounded_reason = losses.pop("staleness_not_bounded", None)
+    if losses and not trajectory_loss:
+        raise ConfigError(f"{'; '.join(losses.values())}: acknowledge it with allow_trajectory_loss=True")
+    if unbounded_reason is not None and not unbounded:
+        raise ConfigError(f"{unbounded_reason}: acknowledge it with allow_unbounded_staleness=True")
+
+
+def possible_losses(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
+    """What the chosen rules can lose: name and reason, said once when a run starts."""
     if plan.stale_policy == "mask_span":
-        losing.append("stale_policy='mask_span' gives spans older than max_staleness no gradient")
+        yield (
+            "old_spans_masked",
+            "stale_policy='mask_span' gives spans older than max_staleness no gradient; most are of slow trajectories",
+        )
+    if plan.stale_policy == "keep":
+        yield "staleness_not_bounded", "stale_policy='keep' measures the age of trained tokens but has no bound on it"
+    if plan.completion.stragglers == "truncate":
+        yield (
+            "stragglers_truncated",
+            "completion.on_stragglers='truncate' ends the slowest members of a group before they are done",
+        )
+    if plan.completion.stragglers == "discard":
+        yield (
+            "stragglers_discarded",
+            "completion.on_stragglers='discard' throws the slowest members of a group away: what is trained is biased "
+            "to fast trajectories",
+        )
     if plan.truncation.loses_trajectories:
-        losing.append("truncation drops trajectories")
-    if losing and not trajectory_loss:
-        raise ConfigError(f"{'; '.join(losing)}: acknowledge it with allow_trajectory_loss=True")
-    if plan.stale_policy == "keep" and not unbounded:
-        raise ConfigError("stale_policy='keep' has no bound on age: acknowledge it with allow_unbounded_staleness=True")
+        yield "truncated_dropped", "truncation drops trajectories"

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -27,26 +27,21 @@ from asyncrl.engine import EngineSession, RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluator
 from asyncrl.events import (
-    BarrierOpened,
-    BatchTaken,
-    ChunkTrained,
     Events,
     GroupAdmitted,
     GroupBorn,
-    LearnerStepped,
     Notice,
     StepFinished,
-    VersionCommitted,
     VersionPublished,
 )
 from asyncrl.iteration import Consumer, iterate
 from asyncrl.learning.advantages import Advantage, GroupCentered
-from asyncrl.learning.assembly import StepAssembly
 from asyncrl.learning.losses import Loss, loss_from
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
+from asyncrl.observe.lag import LoopLag
 from asyncrl.observe.metrics import MetricsRecorder, batch_metrics
-from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, overlap_rule
+from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, possible_losses
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.rules import (
@@ -57,7 +52,8 @@ from asyncrl.scheduling.rules import (
     Truncation,
     require_count,
 )
-from asyncrl.types import Group, Row, Step
+from asyncrl.trainerstep import TrainerStep
+from asyncrl.types import Row, Step
 
 __all__ = ["AsyncTrainer", "run"]
 
@@ -102,10 +98,9 @@ class AsyncTrainer:
         self.engine = engine
         self.evaluator = evaluator
         self.events = events or Events()
-        advantage = advantage or GroupCentered()
         self._plan = TrainingPlan(
             optimizer=optimizer,
-            advantage=advantage,
+            advantage=advantage or GroupCentered(),
             completion=completion or GroupCompletion(),
             loss=loss_from(loss),
             normalize=normalize,
@@ -113,10 +108,11 @@ class AsyncTrainer:
             group_size=group_size,
             max_staleness=max_staleness,
             stale_policy=stale_policy,
+            sampling_policy=engine.sampling_policy,
             batch_order=batch_order,
             repeat_dataset=repeat_dataset,
             truncation=truncation or Truncation(),
-            overlap=overlap_rule(forward_backward_batch, max_staleness, stale_policy, advantage),
+            forward_backward_batch=forward_backward_batch,
         )
         check_plan(self._plan, engine)
         check_acknowledged(self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness)
@@ -162,12 +158,12 @@ class _Training:
         self.rows = rows
         self.steps = steps
         self.evaluator = evaluator
-        self.temperature = engine.settings.temperature
         groups = steps * plan.groups_per_step
         self.groups = groups if plan.repeat_dataset else min(groups, len(rows))
         self.admission = Admission(
             slots=engine.schedule.slots(groups_per_step=plan.groups_per_step, max_staleness=plan.max_staleness),
             max_staleness=plan.max_staleness,
+            group_size=plan.group_size,
         )
         self.batches = Batches(
             admission=self.admission,
@@ -175,8 +171,11 @@ class _Training:
             groups_per_step=plan.groups_per_step,
             order=plan.batch_order,
             bounded=plan.stale_policy == "wait",
+            split_size=plan.group_size if plan.completion.stragglers == "carry_over" else None,
         )
         self.recorder = MetricsRecorder(started=anyio.current_time())
+        self.lag = LoopLag()
+        self.rollout_keys: dict[str, float] = {}
 
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
@@ -189,6 +188,7 @@ class _Training:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._publish, versions)
                     tasks.start_soon(self._admit)
+                    tasks.start_soon(self.lag.run)
                     await self._evaluate(0)
                     for n in range(1, self.steps + 1):
                         await consumer.wanted()
@@ -200,16 +200,8 @@ class _Training:
 
     def _warn(self) -> None:
         """Say once what the chosen rules can lose."""
-        losses = {
-            "wait": "",
-            "mask_span": "segments older than max_staleness get no gradient; most are of slow trajectories",
-            "keep": "the age of trained tokens is measured but not bounded",
-        }
-        if reason := losses[self.plan.stale_policy]:
-            keys = {"stale_policy": self.plan.stale_policy, "reason": reason}
-            self.events.emit(
-                Notice(time=anyio.current_time(), name="staleness_not_bounded", level="warning", keys=keys)
-            )
+        for name, reason in possible_losses(self.plan):
+            self.events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys={"reason": reason}))
 
     async def _admit(self) -> None:
         async with anyio.create_task_group() as tasks:
@@ -220,7 +212,15 @@ class _Training:
 
     async def _roll_out(self, group: int) -> None:
         row = self.rows[group % len(self.rows)]
-        self.batches.put(await self.session.group(group, row, self.plan.group_size, on_birth=self._birth))
+        finished = await self.session.group(
+            group,
+            row,
+            self.plan.group_size,
+            completion=self.plan.completion,
+            on_birth=self._birth,
+            on_part=self.batches.put,
+        )
+        self.batches.put(finished)
 
     def _birth(self, group: int, version: int) -> None:
         due = self.admission.birth(group, version)
@@ -237,109 +237,53 @@ class _Training:
             self.events.emit(VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference))
 
     async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step:
-        started = anyio.current_time()
-        version = self.clock.committed
-        bound = None if self.plan.stale_policy == "keep" else self.plan.max_staleness
-        assembly = StepAssembly(
-            advantage=self.plan.advantage,
-            normalize=self.plan.normalize,
-            truncation=self.plan.truncation,
-            min_members=self.plan.completion.min_members,
-            temperature=self.temperature,
-            version=version,
-            max_staleness=bound,
-            mask_stale=self.plan.stale_policy == "mask_span",
-        )
-        optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
-        try:
-            groups = await self._forward_backward(n, assembly)
-            if assembly.has_gradient:
-                optimized = await self._update(n, assembly.divisor)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self.session.policy.learner.discard_gradients()
-            raise
-        if assembly.has_gradient:
+        step = TrainerStep(n, self.plan, self.session, self.admission, self.batches)
+        size = min(self.plan.groups_per_step, self.groups - (n - 1) * self.plan.groups_per_step)
+        if await step.run(size, steps=self.steps):
             await staged.send(self.clock.committed)
-        else:
-            self.admission.settle(None)
-        await self._evaluate(n)
-        now = anyio.current_time()
-        metrics = {
-            **self.recorder.take(
-                now, reserved_groups=self.admission.outstanding, inflight_requests=self.session.requests_in_flight
-            ),
-            **batch_metrics(groups, version=version, max_staleness=bound),
-            **assembly.metrics(),
-            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self.plan.loss.diagnostics)},
-            **{f"loss/{key}": value for key, value in assembly.losses().items()},
-            **{f"optimizer/{key}": value for key, value in optimized.items()},
-            "train/batch_seconds": now - started,
+            step.times.end("publication")
+        evaluated = await self._evaluate(n)
+        metrics = {**self._metrics(step), "evaluation/seconds": evaluated}
+        self.events.emit(StepFinished(time=anyio.current_time(), n=n, model_step=self.clock.committed, metrics=metrics))
+        trajectories = [member for group in step.groups for member in group.members_G]
+        return Step(n=n, model_step=self.clock.committed, metrics=metrics, trajectories=trajectories, waits=step.waits)
+
+    def _metrics(self, step: TrainerStep) -> dict[str, float]:
+        self.recorder.waste(step.assembly.wasted_tokens)
+        gauges = {
+            "sampling/inflight_requests": float(self.session.requests_in_flight),
+            "staleness/reserved_groups": float(self.admission.outstanding),
+            "throughput/queue_depth": float(self.session.requests_queued),
+            **self.lag.take(),
         }
-        self.events.emit(StepFinished(time=now, n=n, model_step=self.clock.committed, metrics=metrics))
-        trajectories = [member for group in groups for member in group.members_G]
-        return Step(n=n, model_step=self.clock.committed, metrics=metrics, trajectories=trajectories)
-
-    async def _forward_backward(self, n: int, assembly: StepAssembly) -> list[Group]:
-        """Take the batch, whole or in chunks, and accumulate its gradient."""
-        remaining = min(self.plan.groups_per_step, self.groups - (n - 1) * self.plan.groups_per_step)
-        groups: list[Group] = []
-        while remaining:
-            if self.plan.overlap is None:
-                chunk = await self._take(remaining)
-            else:
-                chunk = await self.batches.take_chunk(remaining, self.plan.overlap)
-            remaining -= len(chunk)
-            groups += chunk
-            now = anyio.current_time()
-            indices = tuple(group.index for group in chunk)
-            self.events.emit(BatchTaken(time=now, n=n, version=self.clock.committed, groups=indices))
-            sequences = assembly.add(chunk) if remaining else [*assembly.add(chunk), *assembly.finish()]
-            if sequences:
-                await self._train_chunk(n, assembly, sequences)
-        return groups
-
-    async def _take(self, size: int) -> list[Group]:
-        batch = await self.batches.take(size)
-        for wait in self.batches.waits:
-            self.events.emit(
-                BarrierOpened(
-                    time=anyio.current_time(), seconds=wait.seconds, group=-1 if wait.group is None else wait.group
-                )
-            )
-        self.batches.waits.clear()
-        return batch
-
-    async def _train_chunk(self, n: int, assembly: StepAssembly, sequences: Sequence[Any]) -> None:
-        learner = self.session.policy.learner
-        started = anyio.current_time()
-        if self.plan.loss.needs_proximal:
-            await learner.prepare_step(sequences)
-        result = await learner.forward_backward(sequences, self.plan.loss)
-        assembly.record(result)
-        now = anyio.current_time()
-        self.events.emit(
-            ChunkTrained(time=now, n=n, sequences=len(sequences), tokens=result.tokens, seconds=now - started)
+        batch = batch_metrics(
+            step.groups,
+            version=step.version,
+            max_staleness=self.plan.max_staleness,
+            masked=self.plan.stale_policy == "mask_span",
+            tools=self.session.tools,
         )
+        # What an environment once reported stays, so that a logger keeps its columns.
+        self.rollout_keys |= {key: 0.0 for key in batch if key.startswith("rollout/")}
+        return {
+            **self.recorder.take(anyio.current_time(), gauges),
+            **self.rollout_keys,
+            **batch,
+            **step.assembly.metrics(),
+            **step.times.metrics(),
+            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self.plan.loss.diagnostics)},
+            **{f"loss/{key}": value for key, value in step.assembly.losses().items()},
+            **{f"optimizer/{key}": value for key, value in step.optimized.items()},
+        }
 
-    async def _update(self, n: int, divisor: float) -> Mapping[str, float]:
-        """The optimizer step, its version, and that version's snapshot for the publisher."""
+    async def _evaluate(self, n: int) -> float:
+        """Measure the committed policy, if that is due after step ``n``, and say how many seconds it took."""
+        if self.evaluator is None or not self.evaluator.due(n, self.steps):
+            return 0.0
         started = anyio.current_time()
-        settings = self.plan.optimizer.settings(n - 1, self.steps)
-        optimized = await self.session.policy.learner.optimizer_step(settings, divisor=divisor)
-        version = self.clock.commit()
-        self.admission.settle(version)
-        now = anyio.current_time()
-        self.events.emit(LearnerStepped(time=now, n=n, seconds=now - started))
-        self.events.emit(VersionCommitted(time=now, version=version))
-        await self.session.policy.publisher.stage(version)
-        return optimized
-
-    async def _evaluate(self, n: int) -> None:
-        """Measure the committed policy, if that is due after step ``n``; ``EvaluationFinished`` has the result."""
-        if self.evaluator is not None and self.evaluator.due(n, self.steps):
-            await self.clock.wait_published(self.clock.committed)
-            await self.evaluator.evaluate(self.session)
+        await self.clock.wait_published(self.clock.committed)
+        await self.evaluator.evaluate(self.session)
+        return anyio.current_time() - started
 
 
 def run(

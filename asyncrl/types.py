@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "BarrierWait",
     "DropReason",
     "Group",
     "Message",
@@ -69,6 +70,8 @@ class TruncationCause(StrEnum):
     CONTEXT = "context"
     TURNS = "turns"
     EMPTY_SAMPLE = "empty_sample"
+    GROUP_DEADLINE = "group_deadline"
+    """Enough members of its group were done, and it wanted more tokens than stragglers may have."""
 
 
 class DropReason(StrEnum):
@@ -78,6 +81,8 @@ class DropReason(StrEnum):
     """The member raised, timed out or lost its infrastructure; its ``error`` says how."""
     TRUNCATED = "truncated"
     """The truncation policy excludes this cause from training."""
+    STRAGGLER = "straggler"
+    """Its group's deadline passed, and stragglers are discarded or it had not begun."""
     RUN_ENDED = "run_ended"
     """The run ended while the group was outstanding."""
 
@@ -180,7 +185,9 @@ class Trajectory:
     empty_aborts: int = 0
     """Requests in a row that were aborted without a token."""
     version: int | None = None
-    """The pinned policy version, once the first segment was dispatched under trajectory sampling."""
+    """The policy version of the newest segment; with trajectory sampling that of all of them."""
+    anchor: int | None = None
+    """The version whose weights computed the prefix KV that the next segment may reuse (``scheduling/kvage.py``)."""
     stop: StopReason | None = None
     """How the last segment ended."""
     awaiting_reply: bool = False
@@ -196,6 +203,8 @@ class Trajectory:
     dropped: DropReason | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """Per-trajectory numbers; environments may add theirs. Summed into ``rollout/<key>``."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where the time went: ``queue``, ``sampling``, ``tool <name>``, ``environment`` (rest of a turn), ``reward``."""
 
     @property
     def final_text(self) -> str:
@@ -243,10 +252,22 @@ class Trajectory:
         """Add ``value`` to ``metrics[key]``."""
         self.metrics[key] = self.metrics.get(key, 0.0) + value
 
+    def add_seconds(self, what: str, seconds: float) -> None:
+        """Add to the time spent in ``what``."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+    @property
+    def slowest(self) -> str:
+        """What took the most of its time; empty before anything did."""
+        return max(self.seconds, key=lambda what: (self.seconds[what], what), default="")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """All trajectories of one row: the unit of admission, baseline and batch."""
+    """The trajectories of one row: the unit of admission, baseline and batch.
+
+    All of them, unless stragglers are discarded, or carried over: then it is the part that is ready.
+    """
 
     index: int
     """Admission order in the run."""
@@ -254,11 +275,29 @@ class Group:
     members_G: Sequence[Trajectory]
     seconds: float
     """From the first dispatch to the last member's end."""
+    closed_by_deadline: bool = False
+    final: bool = True
+    """False if members of the same group follow."""
+    last_member: int = 0
+    """The one that ended last."""
 
     @property
     def context_tokens(self) -> int:
         """Tokens of all members, prompts included."""
         return sum(member.context_tokens for member in self.members_G)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierWait:
+    """Enough groups were ready for a batch, but the commit waited ``seconds`` for ``group``: it was the last one due.
+
+    ``member`` ended last in it and spent most of its time in ``doing``: ``sampling``, ``tool search``, ..
+    """
+
+    seconds: float
+    group: int
+    member: int
+    doing: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -273,3 +312,5 @@ class Step:
     model_step: int
     metrics: Mapping[str, float]
     trajectories: Sequence[Trajectory]
+    waits: Sequence[BarrierWait] = ()
+    """For whom the trainer waited at the barrier."""

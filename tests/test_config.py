@@ -127,7 +127,7 @@ log = "json"
     recipe = _load(tmp_path, text)
     assert recipe.model.lora == rl.LoraConfig(r=4, alpha=8)
     assert recipe.sampler.urls == ("http://127.0.0.1:30000",)
-    assert recipe.rollout.kv_cache == rl.KVCache(allow_reprefill=True)
+    assert recipe.rollout.kv_cache == rl.KVCache(on_limit="refill", allow_reprefill=True)
     assert recipe.budget == rl.Budget(max_turns=3)
     assert recipe.schedule == rl.Schedule(concurrency=12)
     assert recipe.completion == rl.GroupCompletion(min_members=3)

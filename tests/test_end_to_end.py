@@ -77,7 +77,7 @@ async def test_what_was_served_is_what_is_trained(model: Path, tmp_path: Path, l
         env=GuessNumber,
         budget=rl.Budget(max_turns=5, max_turn_tokens=1),
         sampling_policy="trajectory" if lora else "segment",
-        kv_cache=None if lora else rl.KVCache(allow_reprefill=True),
+        kv_cache=None if lora else rl.KVCache(on_limit="refill", allow_reprefill=True),
     )
     trainer = rl.AsyncTrainer(
         engine=engine, optimizer=rl.Adam(lr=1e-2), groups_per_step=4, group_size=8, max_staleness=2, events=events

@@ -41,6 +41,7 @@ LAYERS = {
     "asyncrl.engine": 3,
     "asyncrl.plan": 3,
     "asyncrl.trainer": 3,
+    "asyncrl.trainerstep": 3,
     "asyncrl.evaluation": 3,
     "asyncrl.checkpoint": 3,
     "asyncrl.testing": 4,

@@ -69,7 +69,7 @@ class _Run:
                 concurrency=draw.choice([2, 7, 64]), oversample_factor=options.pop("oversample_factor", 1.0)
             ),
             sampling_policy="segment" if segment else "trajectory",
-            kv_cache=rl.KVCache(allow_reprefill=True) if segment else None,
+            kv_cache=rl.KVCache(on_limit="refill", allow_reprefill=True) if segment else None,
             renderer=ByteRenderer(),
         )
         self.trainer = rl.AsyncTrainer(

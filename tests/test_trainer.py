@@ -31,7 +31,7 @@ from asyncrl.testing import (
     run_virtual,
     scripted_policy,
 )
-from asyncrl.types import Message, Row, Segment, Step, Trajectory, TruncationCause
+from asyncrl.types import BarrierWait, Message, Row, Segment, Step, Trajectory, TruncationCause
 
 pytestmark = pytest.mark.usefixtures("blocking_calls_are_errors")
 
@@ -114,7 +114,12 @@ class _Case:
         ({}, {"top_k": 50}, "top_k is 50"),
         ({}, {"schedule": rl.Schedule(oversample_factor=1.5)}, "oversample_factor is 1.5"),
         ({}, {"sampling_policy": "segment"}, "allow_reprefill=True"),
-        ({}, {"kv_cache": rl.KVCache()}, "kv_cache is set"),
+        (
+            {},
+            {"sampling_policy": "segment", "kv_cache": rl.KVCache(on_limit="refill", max_staleness=2)},
+            "allow_reprefill",
+        ),
+        ({}, {"kv_cache": rl.KVCache(max_staleness=1)}, "leave kv_cache out"),
         ({}, {"environment_timeout": 0}, "environment_timeout is 0"),
     ],
 )
@@ -302,8 +307,14 @@ def test_a_slow_trajectory_makes_the_trainer_wait_while_others_sample() -> None:
 
     case = _Case(sampler=ScriptedSampler(seconds=seconds), max_staleness=2)
     run_virtual(case.run, 6)
-    [wait] = case.of(BarrierOpened)
-    assert (wait.group, wait.seconds, wait.time) == (0, 69.0, 100.0)
+    [opened] = case.of(BarrierOpened)
+    assert opened.time == 100.0
+    assert opened.wait == BarrierWait(seconds=69.0, group=0, member=0, doing="sampling")
+    [step] = [step for step in case.steps if step.waits]
+    assert step.waits == (opened.wait,)
+    assert (step.metrics["staleness/wait_seconds"], step.metrics["staleness/wait_count"]) == (69.0, 1)
+    assert (step.metrics["staleness/wait_group"], step.metrics["staleness/wait_member"]) == (0, 0)
+    assert step.metrics["train/barrier_seconds"] == 69.0
     assert max(step.metrics["staleness/span_age_p99"] for step in case.steps) == 2
     during = [event for event in case.of(SegmentSampled) if 31 < event.time < 100]
     assert sum(event.tokens for event in during) > 0
@@ -450,7 +461,8 @@ def test_rules_without_a_bound_do_not_wait_and_say_so(rule: Any) -> None:
         allow_unbounded_staleness=True,
     )
     run_virtual(case.run, 12)
-    assert [event.name for event in case.of(Notice)] == ["staleness_not_bounded"]
+    name = {"mask_span": "old_spans_masked", "keep": "staleness_not_bounded"}[rule]
+    assert [event.name for event in case.of(Notice)] == [name]
     assert case.of(BarrierOpened) == []
     [late] = [step for step in case.steps if any(traj.id == "000000-000" for traj in step.trajectories)]
     assert late.metrics["staleness/span_age_max"] > 1

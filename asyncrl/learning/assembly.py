@@ -56,7 +56,9 @@ class StepAssembly:
         # Those of them whose advantages need the rewards of the whole batch.
         self._waiting: list[Group] = []
         self._divisor = Divisor(normalize)
-        self._active_groups = 0
+        self._active_groups: set[int] = set()
+        self._silent = 0
+        self._wasted = 0
         self._tokens = 0
         self._sums: Counter[str] = Counter()
 
@@ -108,9 +110,20 @@ class StepAssembly:
         tokens = max(1, self._tokens)
         return {key: value / (self.divisor if key == "loss" else tokens) for key, value in self._sums.items()}
 
+    @property
+    def wasted_tokens(self) -> int:
+        """Generated tokens of the batch that no gradient can reach, those of failed members left out."""
+        return self._wasted
+
     def metrics(self) -> Mapping[str, float]:
-        """What only this knows of the step."""
-        return {"train/active_groups": float(self._active_groups)}
+        """Of the finished batch. Tokens are active if they are trained, whatever their advantage."""
+        return {
+            "reward/zero_variance_group_frac": self._silent / max(1, len(self._groups)),
+            "train/active_groups": float(len(self._active_groups)),
+            "train/active_sequences": float(self._divisor.trajectories),
+            "train/active_tokens": float(self._divisor.tokens),
+            "train/gradient_scale": 1.0 / self.divisor,
+        }
 
     def _advantage_scale(self) -> float:
         if not isinstance(self._advantage, GroupCentered) or self._advantage.standardize != "batch":
@@ -140,7 +153,12 @@ class StepAssembly:
         masks = [self._mask(member) for member in group.members_G]
         tokens_G = [int(mask.sum()) for mask in masks]
         self._divisor.add(tokens_G)
-        self._active_groups += any(tokens_G)
+        self._silent += not any(advantages)
+        if any(tokens_G):
+            self._active_groups.add(group.index)
+        for member, tokens in zip(group.members_G, tokens_G, strict=True):
+            if member.dropped is not DropReason.FAILED:
+                self._wasted += member.generated_tokens - tokens
         return [
             self._sequence(
                 member,

@@ -44,23 +44,25 @@ class Divisor:
 
     def __init__(self, mode: Normalize) -> None:
         self._mode = mode
-        self._tokens = 0
-        self._trajectories = 0
+        self.tokens = 0
+        """Trained tokens so far."""
+        self.trajectories = 0
+        """Trajectories with at least one."""
         self._groups = 0
 
     def add(self, tokens_G: Sequence[int]) -> None:
         """Count a group by its members' trained tokens."""
-        self._tokens += sum(tokens_G)
-        self._trajectories += sum(tokens > 0 for tokens in tokens_G)
+        self.tokens += sum(tokens_G)
+        self.trajectories += sum(tokens > 0 for tokens in tokens_G)
         self._groups += any(tokens > 0 for tokens in tokens_G)
 
     @property
     def value(self) -> float:
         """The divisor; at least 1, so that an empty batch divides nothing by zero."""
         counts = {
-            "token": self._tokens,
-            "sequence": self._trajectories,
-            "batch": self._trajectories,
+            "token": self.tokens,
+            "sequence": self.trajectories,
+            "batch": self.trajectories,
             "prompt": self._groups,
             "sum": 1,
         }

@@ -7,6 +7,7 @@ reach the stream, wherever in a line they stand.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal, TextIO
@@ -77,7 +78,8 @@ class LogLines:
                 metrics = {key: _short(value) for key, value in event.metrics.items()}
                 self._logger.info("evaluation_finished", version=event.version, **metrics)
             case BarrierOpened():
-                self._logger.debug("barrier_opened", group=event.group, seconds=_short(event.seconds))
+                wait = dataclasses.asdict(event.wait) | {"seconds": _short(event.wait.seconds)}
+                self._logger.debug("barrier_opened", **wait)
             case MemberFailed():
                 self._logger.warning(
                     "member_failed",

@@ -2,47 +2,49 @@
 
 ``batch_metrics`` is a pure function of the batch. ``MetricsRecorder`` sums events between two steps; work for later
 batches counts too, because it is what the machines did in that time. Every key is in every step, zero if nothing
-happened; only ``rollout/<key>`` follows the environment. Left out, because only their owners know them: ``loss/*``,
-``optimizer/*`` and ``train/active_groups``, which the trainer adds.
+happened; ``rollout/<key>`` follows the environment, and stays once it was there. Left out, because only their owners
+know them: what the learner reports (``loss/*``, ``optimizer/*``) and how a step was assembled and timed (``train/*``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from asyncrl.events import (
     BarrierOpened,
-    BatchTaken,
     ChunkTrained,
     Event,
-    LearnerStepped,
+    MemberDiscarded,
+    MemberFailed,
     SegmentSampled,
     VersionCommitted,
     VersionPublished,
 )
-from asyncrl.types import DropReason, Group, SpanKind, Trajectory, TruncationCause
+from asyncrl.types import BarrierWait, DropReason, Group, SpanKind, Trajectory, TruncationCause
 
 __all__ = ["MetricsRecorder", "batch_metrics"]
 
 _SUMMED = (
-    "sampling/requests",
-    "sampling/generated_tokens",
-    "sampling/prompt_tokens",
+    "publication/seconds",
+    "publication/versions",
     "sampling/cached_prompt_tokens",
+    "sampling/generated_tokens",
+    "sampling/kv_refreshes",
+    "sampling/prompt_tokens",
     "sampling/queue_seconds",
     "sampling/request_seconds",
-    "staleness/wait_seconds",
+    "sampling/requests",
+    "sampling/wasted_tokens",
     "staleness/wait_count",
-    "train/active_sequences",
-    "train/active_tokens",
+    "staleness/wait_seconds",
     "train/backward_chunks",
-    "train/forward_backward_seconds",
-    "train/optimizer_seconds",
-    "train/publication_seconds",
+    "train/datums",
     "train/updated",
 )
+_TOOLS = ("tool_calls", "tool_errors", "tool_seconds")
 
 
 class MetricsRecorder:
@@ -50,8 +52,8 @@ class MetricsRecorder:
 
     def __init__(self, *, started: float) -> None:
         self._since = started
-        self._batch_taken: float | None = None
         self._sums = dict.fromkeys(_SUMMED, 0.0)
+        self._longest: BarrierWait | None = None
 
     def observe(self, event: Event) -> None:
         """Count ``event``."""
@@ -59,41 +61,40 @@ class MetricsRecorder:
             case SegmentSampled():
                 self._count_segment(event)
             case BarrierOpened():
-                self._add("staleness/wait_seconds", event.seconds)
-                self._add("staleness/wait_count", 1)
-            case BatchTaken() if self._batch_taken is None:
-                self._batch_taken = event.time
+                self._count_wait(event)
             case ChunkTrained():
                 self._add("train/backward_chunks", 1)
-                self._add("train/active_sequences", event.sequences)
-                self._add("train/active_tokens", event.tokens)
-                self._add("train/forward_backward_seconds", event.seconds)
-            case LearnerStepped():
-                self._add("train/optimizer_seconds", event.seconds)
+                self._add("train/datums", event.sequences)
             case VersionCommitted():
                 self._add("train/updated", 1)
             case VersionPublished():
-                self._add("train/publication_seconds", event.seconds)
+                self._add("publication/seconds", event.seconds)
+                self._add("publication/versions", 1)
+            case MemberFailed() | MemberDiscarded():
+                self.waste(event.generated_tokens)
 
-    def take(self, now: float, *, reserved_groups: int = 0, inflight_requests: int = 0) -> dict[str, float]:
+    def waste(self, tokens: int) -> None:
+        """Count generated tokens that will never be trained."""
+        self._add("sampling/wasted_tokens", tokens)
+
+    def take(self, now: float, gauges: Mapping[str, float]) -> dict[str, float]:
         """The metrics of the interval that ends ``now`` (loop time), and start the next one.
 
-        ``reserved_groups``: admitted groups that no batch has taken. ``inflight_requests``: sampling requests under
-        way. Both are read at this moment by whoever owns them.
+        ``gauges`` are values that their owners read at this moment; they are passed through.
         """
-        metrics = self._sums
         seconds = now - self._since
+        metrics = {**self._sums, **gauges}
         metrics["sampling/interval_seconds"] = seconds
         metrics["sampling/generated_tokens_per_second"] = _ratio(metrics["sampling/generated_tokens"], seconds)
         metrics["sampling/cached_prompt_fraction"] = _ratio(
             metrics["sampling/cached_prompt_tokens"], metrics["sampling/prompt_tokens"]
         )
-        metrics["sampling/inflight_requests"] = float(inflight_requests)
-        metrics["staleness/reserved_groups"] = float(reserved_groups)
-        metrics["train/batch_seconds"] = 0.0 if self._batch_taken is None else now - self._batch_taken
+        longest = self._longest
+        metrics["staleness/wait_group"] = -1.0 if longest is None else float(longest.group)
+        metrics["staleness/wait_member"] = -1.0 if longest is None else float(longest.member)
         self._since = now
-        self._batch_taken = None
         self._sums = dict.fromkeys(_SUMMED, 0.0)
+        self._longest = None
         return metrics
 
     def _count_segment(self, event: SegmentSampled) -> None:
@@ -101,52 +102,61 @@ class MetricsRecorder:
         self._add("sampling/generated_tokens", event.tokens)
         self._add("sampling/prompt_tokens", event.prompt_tokens)
         self._add("sampling/cached_prompt_tokens", event.cached_tokens)
+        self._add("sampling/kv_refreshes", event.refilled)
         self._add("sampling/queue_seconds", event.queue_seconds)
         self._add("sampling/request_seconds", event.seconds)
+
+    def _count_wait(self, event: BarrierOpened) -> None:
+        self._add("staleness/wait_seconds", event.wait.seconds)
+        self._add("staleness/wait_count", 1)
+        if self._longest is None or event.wait.seconds > self._longest.seconds:
+            self._longest = event.wait
 
     def _add(self, key: str, value: float) -> None:
         self._sums[key] += value
 
 
-def batch_metrics(groups: Sequence[Group], *, version: int, max_staleness: int | None) -> dict[str, float]:
+def batch_metrics(
+    groups: Sequence[Group], *, version: int, max_staleness: int, masked: bool = False, tools: Sequence[str] = ()
+) -> dict[str, float]:
     """The metrics of a batch that is trained while ``version`` is committed.
 
-    Ages are in versions, one per generated span whatever its length; ``max_staleness`` is the bound above which tokens
-    are masked, None if none is. Percentiles are values that occur. Rewards are the raw ones, before any truncation
-    rule; a group counts as without variance if all of its rewards are equal.
+    Ages are in versions: one per generated span whatever its length, or weighted by tokens
+    (``staleness/age_tokens/<age>`` up to ``max_staleness``, ``/older`` beyond). ``masked``: tokens beyond the bound get
+    no gradient. Percentiles are values that occur. Rewards are the raw ones, before any truncation rule. ``tools``:
+    names that have a metric even if nobody calls them.
     """
     members = [member for group in groups for member in group.members_G]
+    rewards = [member.reward for member in members if member.reward is not None]
     failed = sum(member.dropped is DropReason.FAILED for member in members)
     return {
-        **_reward_metrics(groups),
-        **_age_metrics(members, version, max_staleness),
+        "reward/mean": _mean(rewards),
+        "reward/std": float(np.std(rewards)) if rewards else 0.0,
+        **_age_metrics(members, version, max_staleness, masked),
         **_length_metrics(members),
-        **_environment_metrics(members),
+        **_environment_metrics(members, tools),
         "groups/mean_wait_seconds": _mean([group.seconds for group in groups]),
+        "groups/deadline_frac": _mean([group.closed_by_deadline for group in groups]),
         "groups/failed_members": float(failed),
     }
 
 
-def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rewards_G = [[member.reward for member in group.members_G if member.reward is not None] for group in groups]
-    rewards = [reward for group in rewards_G for reward in group]
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": float(np.std(rewards)) if rewards else 0.0,
-        "reward/zero_variance_group_frac": _mean([len(set(group)) <= 1 for group in rewards_G]),
-    }
-
-
-def _age_metrics(members: Sequence[Trajectory], version: int, max_staleness: int | None) -> dict[str, float]:
+def _age_metrics(members: Sequence[Trajectory], version: int, max_staleness: int, masked: bool) -> dict[str, float]:
     spans = [span for member in members for span in member.spans if span.kind is SpanKind.GENERATED]
     aged = [(version - span.version, len(span.tokens)) for span in spans if span.version is not None]
     ages = [age for age, _ in aged]
-    masked = 0 if max_staleness is None else sum(tokens for age, tokens in aged if age > max_staleness)
+    tokens: Counter[int] = Counter()
+    for age, count in aged:
+        tokens[age] += count
+    older = sum(count for age, count in tokens.items() if age > max_staleness)
     return {
         "staleness/span_age_p50": _percentile(ages, 50),
         "staleness/span_age_p99": _percentile(ages, 99),
         "staleness/span_age_max": float(max(ages, default=0)),
-        "staleness/frac_masked": _ratio(masked, sum(tokens for _, tokens in aged)),
+        "staleness/token_age_mean": _ratio(sum(age * count for age, count in tokens.items()), tokens.total()),
+        **{f"staleness/age_tokens/{age}": float(tokens[age]) for age in range(max_staleness + 1)},
+        "staleness/age_tokens/older": float(older),
+        "staleness/frac_masked": _ratio(older, tokens.total()) if masked else 0.0,
     }
 
 
@@ -159,10 +169,11 @@ def _length_metrics(members: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _environment_metrics(members: Sequence[Trajectory]) -> dict[str, float]:
+def _environment_metrics(members: Sequence[Trajectory], tools: Sequence[str]) -> dict[str, float]:
     metrics = {
         f"truncated/{cause}": _mean([member.truncated is cause for member in members]) for cause in TruncationCause
     }
+    metrics |= {f"rollout/{key}": 0.0 for key in (*_TOOLS, *(f"tool_calls/{name}" for name in tools))}
     for member in members:
         for key, value in member.metrics.items():
             metrics[f"rollout/{key}"] = metrics.get(f"rollout/{key}", 0.0) + value

@@ -36,8 +36,8 @@ class Publisher(Protocol):
         """
         ...
 
-    def address(self, version: int) -> Address:
-        """How to ask for ``version``."""
+    def address(self, version: int, anchor: int | None = None) -> Address:
+        """How to ask for ``version``, on a prefix that ``anchor`` computed (None: the same version)."""
         ...
 
     def hold(self, version: int) -> None:

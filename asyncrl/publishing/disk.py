@@ -69,9 +69,9 @@ class DiskPublisher:
             await self._staging.remove(self._releases.pop(old))
         return difference
 
-    def address(self, version: int) -> Address:
+    def address(self, version: int, anchor: int | None = None) -> Address:
         """The base weights, with a namespace that keeps a new request from reusing the context of older ones."""
-        return Address(adapter=None, extra_key=f"v{version}")
+        return Address(adapter=None, extra_key=f"v{version if anchor is None else anchor}")
 
     def hold(self, version: int) -> None:
         """Nothing can be held."""

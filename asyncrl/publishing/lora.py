@@ -71,11 +71,11 @@ class LoraPublisher:
         self._retire_unused()
         return difference
 
-    def address(self, version: int) -> Address:
+    def address(self, version: int, anchor: int | None = None) -> Address:
         """The adapter's name. Asking for a version that was never published or is retired is a bug."""
         if version > self._newest or version not in self._releases:
             raise StalenessError(f"version {version} is not loaded; loaded are {sorted(self._releases)}")
-        return Address(adapter=self._name(version), extra_key=f"v{version}")
+        return Address(adapter=self._name(version), extra_key=f"v{version if anchor is None else anchor}")
 
     def hold(self, version: int) -> None:
         """Keep ``version`` loaded until it is released as often as it was held."""

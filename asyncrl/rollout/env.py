@@ -114,13 +114,15 @@ class EnvFactory:
     create: Callable[[], Env]
     owned: bool
     """True if each trajectory has its own and closes it."""
+    tools: tuple[str, ...] = ()
+    """Names of its tools, as far as they are known without making one."""
 
 
 def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     """Take an instance, a class or a function without arguments. Raises ``ConfigError`` for anything else."""
     if isinstance(env, Env):
         shared = _valid(env)
-        return EnvFactory(create=lambda: shared, owned=False)
+        return EnvFactory(create=lambda: shared, owned=False, tools=_tool_names(shared))
     if not callable(env) or (isinstance(env, type) and not issubclass(env, Env)):
         raise ConfigError.for_value(
             "env", env, "an Env, a subclass of it, or a function without arguments that makes one"
@@ -133,7 +135,13 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
         inspect.signature(env).bind()
     except TypeError as error:
         raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
-    return EnvFactory(create=lambda: _valid(env()), owned=True)
+    made = env.func if isinstance(env, partial) else env
+    return EnvFactory(create=lambda: _valid(env()), owned=True, tools=_tool_names(made))
+
+
+def _tool_names(env: object) -> tuple[str, ...]:
+    kind = env if isinstance(env, type) else type(env)
+    return tuple(tool.name for tool in kind.tools) if issubclass(kind, Env) else ()
 
 
 E = TypeVar("E", Env, type[Env])
@@ -223,6 +231,7 @@ async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
         traj.add_metric("tool_calls", 1)
         traj.add_metric("tool_errors", reply.failed)
         traj.add_metric("tool_seconds", reply.seconds)
+        traj.add_seconds(f"tool {call.name}", reply.seconds)
         if call.name in tools:  # what a model makes up must not become a metric
             traj.add_metric(f"tool_calls/{call.name}", 1)
     return [

@@ -4,20 +4,26 @@ A member that fails is a value with its error. If the machinery failed (``Infras
 sampling servers) it is tried again with a fresh environment, within a budget, and then the run stops with that error.
 If user code failed (a reward that raises), the member is dropped and never becomes reward 0; a group without any
 member left stops the run with its first error.
+
+With a deadline the conversations of stragglers are cancelled where they are, in a tool or a request; a reward that is
+being computed is not, because its conversation is complete.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import anyio
 
 from asyncrl.errors import EnvironmentFailure, LearnerError, PublicationError, SamplingError, StalenessError
-from asyncrl.events import GroupFinished, MemberFailed
-from asyncrl.rollout.env import EnvFactory, call_user
-from asyncrl.rollout.trajectory import RolloutContext, run_trajectory
+from asyncrl.events import DeadlinePassed, GroupFinished, MemberDiscarded, MemberFailed
+from asyncrl.rollout.env import Env, EnvFactory, call_user
+from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version
+from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.scheduling.slots import OrderedSlots
-from asyncrl.types import DropReason, Group, Row, Trajectory
+from asyncrl.types import DropReason, Group, Row, Trajectory, TruncationCause
 
 __all__ = ["GroupPlan", "run_group"]
 
@@ -37,6 +43,7 @@ class GroupPlan:
     """Further attempts of a member whose machinery failed."""
     prefix: str = ""
     """Sets apart the trajectory ids of an evaluation."""
+    completion: GroupCompletion = field(default_factory=GroupCompletion)
 
     def member(self, member: int) -> Trajectory:
         """A fresh trajectory for that place in the group. Seeds never repeat within a group."""
@@ -49,70 +56,215 @@ class GroupPlan:
         )
 
 
-async def run_group(plan: GroupPlan, factory: EnvFactory, slots: OrderedSlots, context: RolloutContext) -> Group:
-    """Run all members of a group and return it whole. Cancelling it cancels them; their environments are closed."""
-    started = anyio.current_time()
-    members: list[Trajectory | None] = [None] * plan.size
+async def run_group(
+    plan: GroupPlan,
+    factory: EnvFactory,
+    slots: OrderedSlots,
+    context: RolloutContext,
+    *,
+    on_part: Callable[[Group], None] | None = None,
+) -> Group:
+    """Run all members of a group and return it. Cancelling it cancels them; their environments are closed.
 
-    async def run(member: int) -> None:
-        await slots.acquire((plan.index, member))
-        try:
-            members[member] = await _run_member(plan, member, factory, context)
-        finally:
-            slots.release()
-
-    async with anyio.create_task_group() as tasks:
-        for member in range(plan.size):
-            tasks.start_soon(run, member)
-    ended = [member for member in members if member is not None]
-    errors = [member.error for member in ended if member.error is not None]
-    if len(errors) == plan.size:
-        raise errors[0]
-    seconds = anyio.current_time() - started
-    context.events.emit(GroupFinished(time=anyio.current_time(), group=plan.index, seconds=seconds))
-    return Group(index=plan.index, row=plan.row, members_G=ended, seconds=seconds)
+    If stragglers are carried over, ``on_part`` gets the members that were done at the deadline, and the others are
+    returned. If they are discarded, they are not in the result.
+    """
+    return await _GroupRun(plan, factory, slots, context, on_part).run()
 
 
-async def _run_member(plan: GroupPlan, member: int, factory: EnvFactory, context: RolloutContext) -> Trajectory:
-    for attempt in range(1, plan.retries + 2):
-        traj = plan.member(member)
-        try:
-            await _run_attempt(traj, factory, context)
-        except (StalenessError, PublicationError, LearnerError):
-            raise
-        except (EnvironmentFailure, SamplingError) as error:
-            _report(traj, attempt, error, context)
-            if attempt > plan.retries:
-                raise
-        except Exception as error:  # noqa: BLE001  a member's boundary: user code may raise anything
-            traj.error = error
-            traj.dropped = DropReason.FAILED
-            _report(traj, attempt, error, context)
-            return traj
-        else:
-            return traj
-    raise AssertionError("the last attempt returns or raises")
+class _GroupRun:
+    """Owns who is done, and whether the deadline has passed."""
 
+    def __init__(
+        self,
+        plan: GroupPlan,
+        factory: EnvFactory,
+        slots: OrderedSlots,
+        context: RolloutContext,
+        on_part: Callable[[Group], None] | None,
+    ) -> None:
+        self._plan = plan
+        self._factory = factory
+        self._slots = slots
+        self._context = context
+        self._on_part = on_part
+        self._started = anyio.current_time()
+        self._active: dict[int, Trajectory] = {}
+        self._ended: list[Trajectory] = []
+        # In the order of ending; those of an earlier part are gone.
+        self._errors: list[BaseException] = []
+        self._rewarded = 0
+        self._at_quorum: dict[int, int] | None = None
+        # Member -> tokens that its attempt had generated when enough members were done; None until then.
+        self._passed = False
+        self._conversations: set[anyio.CancelScope] = set()
 
-async def _run_attempt(traj: Trajectory, factory: EnvFactory, context: RolloutContext) -> None:
-    env = factory.create()
-    try:
-        await run_trajectory(traj, env, context)
-    finally:
-        if traj.version is not None:
-            context.release(traj.version)
-        if factory.owned:
-            with anyio.move_on_after(_CLOSE_S, shield=True):
-                await call_user(env.close, timeout=_CLOSE_S)
-
-
-def _report(traj: Trajectory, attempt: int, error: Exception, context: RolloutContext) -> None:
-    context.events.emit(
-        MemberFailed(
-            time=anyio.current_time(),
-            group=traj.group,
-            member=traj.member,
-            attempt=attempt,
-            error=f"{type(error).__name__}: {error}",
+    async def run(self) -> Group:
+        async with anyio.create_task_group() as tasks:
+            for member in range(self._plan.size):
+                tasks.start_soon(self._run, member)
+        if len(self._errors) == self._plan.size:
+            raise self._errors[0]
+        group = self._part(final=True)
+        self._context.events.emit(
+            GroupFinished(
+                time=anyio.current_time(), group=group.index, seconds=group.seconds, closed_by_deadline=self._passed
+            )
         )
-    )
+        return group
+
+    async def _run(self, member: int) -> None:
+        # A member that waits for its slot when the deadline passes does not begin.
+        with self._until_deadline() as scope:
+            await self._slots.acquire((self._plan.index, member))
+        if scope.cancelled_caught:
+            self._end(self._cut(self._plan.member(member)))
+            return
+        try:
+            self._end(await self._attempts(member))
+        finally:
+            self._slots.release()
+
+    async def _attempts(self, member: int) -> Trajectory:
+        for attempt in range(1, self._plan.retries + 2):
+            traj = self._plan.member(member)
+            self._begin(traj)
+            try:
+                await self._attempt(traj)
+            except (StalenessError, PublicationError, LearnerError):
+                raise
+            except (EnvironmentFailure, SamplingError) as error:
+                self._report(traj, attempt, error)
+                if attempt > self._plan.retries:
+                    raise
+            except Exception as error:  # noqa: BLE001  a member's boundary: user code may raise anything
+                traj.error = error
+                traj.dropped = DropReason.FAILED
+                self._report(traj, attempt, error)
+                return traj
+            else:
+                return traj
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, traj: Trajectory) -> None:
+        env = self._factory.create()
+        try:
+            await self._play(traj, env)
+        finally:
+            leave_version(traj, self._context)
+            if self._factory.owned:
+                with anyio.move_on_after(_CLOSE_S, shield=True):
+                    await call_user(env.close, timeout=_CLOSE_S)
+
+    async def _play(self, traj: Trajectory, env: Env) -> None:
+        with self._until_deadline() as scope:
+            await converse(traj, env, self._context, allow=self._allow)
+        if scope.cancelled_caught or traj.truncated is TruncationCause.GROUP_DEADLINE:
+            self._cut(traj)
+        if traj.dropped is None:
+            await grade(traj, env, self._context)
+
+    def _begin(self, traj: Trajectory) -> None:
+        self._active[traj.member] = traj
+        if self._at_quorum is not None:
+            self._at_quorum[traj.member] = 0
+
+    def _allow(self, traj: Trajectory, wanted: int) -> int:
+        """How many of the ``wanted`` tokens a member may sample; 0 if the deadline passes with this."""
+        limit = self._plan.completion.max_straggler_tokens
+        if self._at_quorum is None or limit is None:
+            return wanted
+        left = limit - (traj.generated_tokens - self._at_quorum[traj.member])
+        if left > 0 and not self._passed:
+            return min(wanted, left)
+        if not self._passed:
+            self._pass_deadline()
+        return 0 if self._cuts else wanted
+
+    def _pass_deadline(self) -> None:
+        self._passed = True
+        stragglers = self._plan.size - len(self._ended)
+        self._context.events.emit(
+            DeadlinePassed(
+                time=anyio.current_time(),
+                group=self._plan.index,
+                finished=len(self._ended),
+                stragglers=stragglers,
+            )
+        )
+        if self._cuts:
+            for scope in self._conversations:
+                scope.cancel()
+        elif self._on_part is not None:
+            self._on_part(self._part(final=False))
+
+    @property
+    def _cuts(self) -> bool:
+        """True if the deadline ends conversations."""
+        return self._plan.completion.stragglers != "carry_over"
+
+    @contextmanager
+    def _until_deadline(self) -> Iterator[anyio.CancelScope]:
+        """A block that the deadline cancels, unless stragglers are carried over."""
+        with anyio.CancelScope() as scope:
+            if self._passed and self._cuts:
+                scope.cancel()
+            self._conversations.add(scope)
+            try:
+                yield scope
+            finally:
+                self._conversations.discard(scope)
+
+    def _cut(self, traj: Trajectory) -> Trajectory:
+        """The deadline ended ``traj`` here."""
+        traj.truncated = TruncationCause.GROUP_DEADLINE
+        if self._plan.completion.stragglers == "discard" or not traj.spans:
+            traj.dropped = DropReason.STRAGGLER
+            self._context.events.emit(
+                MemberDiscarded(
+                    time=anyio.current_time(),
+                    group=traj.group,
+                    member=traj.member,
+                    generated_tokens=traj.generated_tokens,
+                )
+            )
+        return traj
+
+    def _end(self, traj: Trajectory) -> None:
+        self._active.pop(traj.member, None)
+        if traj.error is not None:
+            self._errors.append(traj.error)
+        if traj.dropped is DropReason.STRAGGLER and self._plan.completion.stragglers == "discard":
+            return
+        self._ended.append(traj)
+        self._rewarded += traj.reward is not None
+        completion = self._plan.completion
+        if completion.mode == "deadline" and self._at_quorum is None and self._rewarded >= completion.min_members:
+            self._at_quorum = {member: active.generated_tokens for member, active in self._active.items()}
+
+    def _part(self, *, final: bool) -> Group:
+        """The members that ended since the last part, in their order in the group."""
+        last = self._ended[-1].member
+        members = sorted(self._ended, key=lambda traj: traj.member)
+        self._ended = []
+        return Group(
+            index=self._plan.index,
+            row=self._plan.row,
+            members_G=members,
+            seconds=anyio.current_time() - self._started,
+            closed_by_deadline=self._passed,
+            final=final,
+            last_member=last,
+        )
+
+    def _report(self, traj: Trajectory, attempt: int, error: Exception) -> None:
+        self._context.events.emit(
+            MemberFailed(
+                time=anyio.current_time(),
+                group=traj.group,
+                member=traj.member,
+                attempt=attempt,
+                error=f"{type(error).__name__}: {error}",
+                generated_tokens=traj.generated_tokens,
+            )
+        )

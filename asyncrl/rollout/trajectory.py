@@ -1,4 +1,4 @@
-"""The trajectory coroutine: reset, sample, reply, .., reward.
+"""The trajectory coroutine: ``converse`` (reset, sample, reply, ..), then ``grade``.
 
 It holds nothing that its ``Trajectory`` does not hold. Each pass of the loop looks at the value, awaits one thing, and
 writes the outcome back without an await in between; stopped anywhere, it goes on from the value.
@@ -20,10 +20,12 @@ from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.env import Env, TurnResult, call_user
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.sampling.base import Sampler, SegmentRequest
+from asyncrl.scheduling.kvage import Placement, place
+from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
-__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "run_trajectory"]
+__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "grade", "leave_version"]
 
 _EMPTY_ABORTS = 16
 # An aborted request may come back empty; a server that does nothing else is not one to wait for.
@@ -40,17 +42,23 @@ class VersionSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """The sampling distribution, and whether a trajectory keeps its version."""
+    """The sampling distribution, and when a trajectory moves to a newer version."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    pinned: bool = True
+    kv_cache: KVCache | None = None
+    """None: a trajectory keeps its first version."""
+
+    @property
+    def keeps_version(self) -> bool:
+        """True if a trajectory may need its version again after a newer one was published."""
+        return self.kv_cache is None or self.kv_cache.on_limit == "hold"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What every trajectory of a run shares. The functions are the policy's: name, keep and give up a version."""
+    """What every trajectory of a run shares. The functions are the policy's: keep, name and give up a version."""
 
     sampler: Sampler
     renderer: Renderer
@@ -58,7 +66,7 @@ class RolloutContext:
     settings: SamplingSettings
     requests: OrderedSlots
     versions: VersionSource
-    address: Callable[[int], Address]
+    address: Callable[[int, int], Address]
     hold: Callable[[int], None]
     release: Callable[[int], None]
     events: Events
@@ -67,10 +75,13 @@ class RolloutContext:
     """Called with (group, version) at each dispatch, before the request leaves."""
 
 
-async def run_trajectory(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    """Take ``traj`` from wherever it is to its reward.
+async def converse(
+    traj: Trajectory, env: Env, context: RolloutContext, *, allow: Callable[[Trajectory, int], int]
+) -> None:
+    """Take ``traj`` from wherever it is to the end of its conversation; ``grade`` comes next.
 
-    Whatever the environment or the sampler raises, this raises; ``traj`` then has no reward.
+    ``allow(traj, tokens)`` is asked before each request how many of these tokens it may be for; 0 truncates with
+    ``GROUP_DEADLINE``. Whatever the environment or the sampler raises, this raises.
     """
     if not traj.spans:
         await _reset(traj, env, context)
@@ -82,9 +93,10 @@ async def run_trajectory(traj: Trajectory, env: Env, context: RolloutContext) ->
         wanted = context.budget.next_segment(traj, traj.turn_cap)
         if isinstance(wanted, TruncationCause):
             traj.truncated = wanted
-            break
-        await _extend(traj, env, wanted, context)
-    await _reward(traj, env, context)
+        elif (allowed := allow(traj, wanted)) == 0:
+            traj.truncated = TruncationCause.GROUP_DEADLINE
+        else:
+            await _extend(traj, env, allowed, context)
 
 
 async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
@@ -119,14 +131,12 @@ async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Seg
     await context.requests.acquire((traj.group, traj.member))
     try:
         # From here to the request's departure there is no await: the stamp is the version at dispatch.
-        version = context.versions.published if traj.version is None else traj.version
+        placed, refilled = _move(traj, context)
+        version = placed.version
         context.hold(version)
         try:
-            if context.settings.pinned and traj.version is None:
-                traj.version = version
-                context.hold(version)
             context.on_birth(traj.group, version)
-            address = context.address(version)
+            address = context.address(version, placed.anchor)
             dispatched = anyio.current_time()
             segment = await context.sampler.sample(
                 SegmentRequest(
@@ -148,9 +158,12 @@ async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Seg
             context.release(version)
     finally:
         context.requests.release()
+    now = anyio.current_time()
+    traj.add_seconds("queue", dispatched - queued)
+    traj.add_seconds("sampling", now - dispatched)
     context.events.emit(
         SegmentSampled(
-            time=anyio.current_time(),
+            time=now,
             group=traj.group,
             member=traj.member,
             version=min((span.version for span in segment.versions), default=version),
@@ -158,24 +171,49 @@ async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Seg
             cached_tokens=segment.cached_tokens,
             tokens=len(segment.tokens),
             queue_seconds=dispatched - queued,
-            seconds=anyio.current_time() - dispatched,
+            seconds=now - dispatched,
+            refilled=refilled,
         )
     )
     return segment
 
 
+def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
+    """Where the next segment is sampled, and whether that computes the prefix anew."""
+    current = None
+    if traj.version is not None and traj.anchor is not None:
+        current = Placement(version=traj.version, anchor=traj.anchor)
+    target = place(current, context.versions.published, context.settings.kv_cache)
+    if current is not None and target.version == current.version:
+        return current, False
+    if context.settings.keeps_version:
+        context.hold(target.version)
+        leave_version(traj, context)
+    traj.version, traj.anchor = target.version, target.anchor
+    return target, current is not None and target.anchor != current.anchor
+
+
+def leave_version(traj: Trajectory, context: RolloutContext) -> None:
+    """``traj`` will not sample with its version again."""
+    if traj.version is not None and context.settings.keeps_version:
+        context.release(traj.version)
+
+
 async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
     """Ask the environment for its answer to the turn; False if the episode is over."""
     started = anyio.current_time()
-    errors = traj.metrics.get("tool_errors", 0.0)
+    errors, tool_seconds = (traj.metrics.get(key, 0.0) for key in ("tool_errors", "tool_seconds"))
     answer = await call_user(env.on_turn, traj, timeout=context.environment_timeout_s)
     result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
+    now = anyio.current_time()
+    in_tools = traj.metrics.get("tool_seconds", 0.0) - tool_seconds
+    traj.add_seconds("environment", max(0.0, now - started - in_tools))
     context.events.emit(
         ToolCalled(
-            time=anyio.current_time(),
+            time=now,
             group=traj.group,
             member=traj.member,
-            seconds=anyio.current_time() - started,
+            seconds=now - started,
             calls=len(traj.tool_calls),
             errors=int(traj.metrics.get("tool_errors", 0.0) - errors),
         )
@@ -196,7 +234,9 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
     return True
 
 
-async def _reward(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is not finite."""
+    started = anyio.current_time()
     if traj.truncated is None:
         value = await call_user(env.reward, traj, traj.row, timeout=context.environment_timeout_s)
     else:
@@ -205,9 +245,11 @@ async def _reward(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     if not math.isfinite(reward):
         raise ValueError(f"the reward of trajectory {traj.id} is {reward}, but must be finite")
     traj.reward = reward
+    now = anyio.current_time()
+    traj.add_seconds("reward", now - started)
     context.events.emit(
         MemberFinished(
-            time=anyio.current_time(),
+            time=now,
             group=traj.group,
             member=traj.member,
             reward=reward,

@@ -4,11 +4,15 @@ A group takes a slot when it is admitted. It is *born* when its first segment is
 so a queue never grows old. The trainer takes it into a batch; its slot comes back when the version that the batch
 made is published, or at once if it made none. Freeing it at the commit would break the barrier's proof (staleness.py)
 as soon as publication lags.
+
+A slot has as many *places* as a group has members. Whole groups leave with all of them. Where a group's stragglers are
+carried over, the members that are taken first give their places back first; else finished groups that wait for one
+straggler each could hold every slot, and the trainer would starve.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
 from asyncrl.errors import StalenessError
@@ -23,18 +27,24 @@ class Admission:
     Outstanding: admitted, and neither taken into a batch nor dropped. Every method is synchronous but ``admit``.
     """
 
-    def __init__(self, *, slots: int, max_staleness: int) -> None:
+    def __init__(self, *, slots: int, max_staleness: int, group_size: int = 1) -> None:
         self.slots = slots
         self.admitted = 0
         """Groups admitted so far; the next group's index."""
         self._max_staleness = max_staleness
-        self._due: dict[int, int | None] = {}
-        # Outstanding group -> its due step, None until it is born. Insertion order is admission order.
-        self._due_counts: Counter[int] = Counter()
+        self._group_size = group_size
+        self._due: OrderedDict[int, int | None] = OrderedDict()
+        # Outstanding group -> its due step, None until it is born. In admission order; a plain dict would look for its
+        # first key behind all those that were taken.
+        self._due_counts: dict[int, int] = {}
+        self._taken: Counter[int] = Counter()
+        # Outstanding group -> members that left it early.
+        self._places = 0
+        # In use, of slots * group_size.
         self._unsettled = 0
-        # Groups in the batch that is being trained.
-        self._unpublished: Counter[int] = Counter()
-        # Committed version -> groups of the batch that made it.
+        # Places of the batch that is being trained.
+        self._unpublished: dict[int, int] = {}
+        # Committed version -> places of the batch that made it.
         self._changed = Pulse()
 
     @property
@@ -44,34 +54,39 @@ class Admission:
 
     @property
     def held(self) -> int:
-        """Slots in use."""
-        return len(self._due) + self._unsettled + self._unpublished.total()
+        """Slots in use, begun ones included."""
+        return -(-self._places // self._group_size)
 
     @property
     def due_counts(self) -> Mapping[int, int]:
         """Due step -> born outstanding groups."""
         return self._due_counts
 
+    def is_outstanding(self, group: int) -> bool:
+        """True from its admission until it is taken whole, or dropped."""
+        return group in self._due
+
     def due(self, group: int) -> int | None:
         """Due step of an outstanding group, None before its birth."""
         return self._due[group]
 
-    def oldest(self, count: int) -> list[int]:
-        """The first ``count`` outstanding groups in admission order."""
-        return [group for group, _ in zip(self._due, range(count), strict=False)]
+    def oldest(self) -> int:
+        """The outstanding group that was admitted first; the next one's index if there is none."""
+        return next(iter(self._due), self.admitted)
 
     def admit_nowait(self) -> int | None:
         """Reserve a slot for the next group and return its index, or None if no slot is free."""
-        if self.held >= self.slots:
+        if not self._has_slot():
             return None
         group = self.admitted
         self.admitted += 1
         self._due[group] = None
+        self._places += self._group_size
         return group
 
     async def admit(self) -> int:
         """Reserve a slot for the next group, waiting for one."""
-        await self._changed.wait_until(lambda: self.held < self.slots)
+        await self._changed.wait_until(self._has_slot)
         group = self.admit_nowait()
         if group is None:
             raise StalenessError(f"{self.held} of {self.slots} slots are held, but one was said to be free")
@@ -83,37 +98,48 @@ class Admission:
             return None
         due = version + self._max_staleness
         self._due[group] = due
-        self._due_counts[due] += 1
+        self._due_counts[due] = self._due_counts.get(due, 0) + 1
         return due
 
     def take(self, groups: Iterable[int]) -> None:
         """The trainer takes these groups into its batch; they keep their slots until ``settle``."""
         for group in groups:
-            self._leave(group)
-            self._unsettled += 1
+            self._unsettled += self._leave(group)
+
+    def take_members(self, group: int, members: int) -> None:
+        """The trainer takes ``members`` of a group that stays outstanding for its others."""
+        self._taken[group] += members
+        self._unsettled += members
 
     def settle(self, version: int | None) -> None:
         """The batch being trained is over: it made ``version``, or None and its slots are free at once."""
-        if version is not None:
+        if version is None:
+            self._free(self._unsettled)
+        else:
             self._unpublished[version] = self._unsettled
         self._unsettled = 0
-        self._changed.notify()
 
     def published(self, version: int) -> None:
         """``version`` is live on every server: the slots of the batches up to it are free."""
         for made in [made for made in self._unpublished if made <= version]:
-            del self._unpublished[made]
-        self._changed.notify()
+            self._free(self._unpublished.pop(made))
 
     def drop(self, group: int) -> None:
         """The group will never be trained: its slot is free at once."""
-        self._leave(group)
+        self._free(self._leave(group))
+
+    def _has_slot(self) -> bool:
+        return self._places < self.slots * self._group_size
+
+    def _free(self, places: int) -> None:
+        self._places -= places
         self._changed.notify()
 
-    def _leave(self, group: int) -> None:
+    def _leave(self, group: int) -> int:
+        """Take the group off the books; the places that it still has."""
         due = self._due.pop(group)
-        if due is None:
-            return
-        self._due_counts[due] -= 1
-        if not self._due_counts[due]:
-            del self._due_counts[due]
+        if due is not None:
+            self._due_counts[due] -= 1
+            if not self._due_counts[due]:
+                del self._due_counts[due]
+        return self._group_size - self._taken.pop(group, 0)

@@ -1,9 +1,14 @@
-"""Batches: finished groups, and which of them the trainer may take now (DESIGN.md 4.6, 4.10, 4.11)."""
+"""Batches: finished groups, and which of them the trainer may take now (DESIGN.md 4.6, 4.10-4.12).
+
+Ready groups are kept by due step, of which there are at most S + 1, so that a decision costs O(S) however many groups
+there are.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 
 import anyio
@@ -13,23 +18,17 @@ from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.pulse import Pulse
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
 from asyncrl.scheduling.staleness import feasible
-from asyncrl.types import Group
+from asyncrl.types import BarrierWait, Group
 
-__all__ = ["BarrierWait", "Batches"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierWait:
-    """Enough groups were ready for ``seconds``, but the barrier waited; ``group`` is the earliest due one missing."""
-
-    seconds: float
-    group: int | None
+__all__ = ["Batches"]
 
 
 class Batches:
     """Owns the finished groups that no batch has taken.
 
-    ``bounded``: keep the barrier (``stale_policy="wait"``). The number of ready groups is bounded by admission's slots.
+    ``bounded``: keep the barrier (``stale_policy="wait"``). ``split_size``: a batch of n groups is n times as many
+    members, of whatever groups, because stragglers are carried over; None keeps groups whole. The number of ready
+    groups is bounded by admission's slots.
     """
 
     def __init__(
@@ -40,18 +39,26 @@ class Batches:
         groups_per_step: int,
         order: BatchOrder = "completion",
         bounded: bool = True,
+        split_size: int | None = None,
     ) -> None:
         self._admission = admission
         self._clock = clock
         self._groups_per_step = groups_per_step
         self._order = order
         self._bounded = bounded
+        self._split_size = split_size
         self._ready: dict[int, Group] = {}
         self._by_due: dict[int, OrderedDict[int, None]] = {}
-        # Due step -> ready groups, first finished first: at most S + 1 steps, so a decision costs O(S).
+        # Due step -> ready groups, first finished first.
+        self._in_order: deque[int] = deque()
+        self._next_in_order = 0
+        # The ready groups that no older outstanding one precedes, and the first that is not among them.
         self._sequences = 0
         self._tokens = 0
         self._changed = Pulse()
+        self._awaited = 0
+        self._opener: Group | None = None
+        # Groups that a trainer at the barrier wants, and the group that let it pass.
         self.waits: list[BarrierWait] = []
         """Barrier waits since the trainer last cleared them."""
 
@@ -61,42 +68,46 @@ class Batches:
         return len(self._ready)
 
     def put(self, group: Group) -> None:
-        """All members of ``group`` ended. Never waits: its slot is its place here."""
+        """``group`` is ready, or a part of it. Never waits: its slot is its place here."""
         due = self._admission.due(group.index)
         if due is None:
             raise ValueError(f"group {group.index} ended without a dispatched segment")
-        self._ready[group.index] = group
+        before = self._ready.get(group.index)
+        self._ready[group.index] = group if before is None else _joined(before, group)
         self._by_due.setdefault(due, OrderedDict())[group.index] = None
         self._sequences += len(group.members_G)
         self._tokens += group.context_tokens
+        if self._awaited and self._opener is None and self._choose(self._awaited) is not None:
+            self._opener = group
         self._changed.notify()
 
     def take_nowait(self, size: int) -> list[Group] | None:
         """Take ``size`` groups if the commit that trains them leaves every other group trainable in time."""
-        if len(self._ready) < size:
+        if not self._enough(size):
             return None
-        if self._order == "admission":
-            chosen = self._admission.oldest(size)
-            if any(index not in self._ready for index in chosen):
-                return None
-            return self._remove(chosen) if self._leaves_feasible(self._dues(chosen)) else None
-        taken = self._earliest_due(size)
-        if not self._leaves_feasible(taken):
-            return None
-        return self._remove([index for due in taken for index in islice(self._by_due[due], taken[due])])
+        if self._split_size is not None:
+            return self._take_members(size * self._split_size)
+        chosen = self._choose(size)
+        return None if chosen is None else self._take_whole(chosen)
 
     async def take(self, size: int) -> list[Group]:
         """Take ``size`` groups, waiting for samples and at the barrier."""
-        await self._changed.wait_until(lambda: len(self._ready) >= size)
+        await self._changed.wait_until(lambda: self._enough(size))
         batch = self.take_nowait(size)
         if batch is not None:
             return batch
         started = anyio.current_time()
-        missing = self._missing()
-        while batch is None:
-            await self._changed.wait()
-            batch = self.take_nowait(size)
-        self.waits.append(BarrierWait(seconds=anyio.current_time() - started, group=missing))
+        self._awaited = size
+        try:
+            while batch is None:
+                await self._changed.wait()
+                batch = self.take_nowait(size)
+            opener = self._opener
+        finally:
+            self._awaited = 0
+            self._opener = None
+        if opener is not None:
+            self.waits.append(_wait(opener, anyio.current_time() - started))
         return batch
 
     async def take_chunk(self, remaining: int, threshold: ForwardBackwardBatch) -> list[Group]:
@@ -107,46 +118,103 @@ class Batches:
         await self._changed.wait_until(
             lambda: len(self._ready) >= remaining or threshold.reached(sequences=self._sequences, tokens=self._tokens)
         )
-        return self._remove(sorted(self._ready)[:remaining])
+        return self._take_whole(sorted(self._ready)[:remaining])
 
-    def _earliest_due(self, size: int) -> Counter[int]:
+    def _enough(self, size: int) -> bool:
+        return len(self._ready) >= size if self._split_size is None else self._sequences >= size * self._split_size
+
+    def _choose(self, size: int) -> list[int] | None:
+        """The groups of the next batch, None if there are too few or the barrier is closed."""
+        if self._order == "admission":
+            self._extend_order()
+            chosen = list(islice(self._in_order, size))
+            return chosen if len(chosen) == size and self._leaves_feasible(self._dues(chosen)) else None
+        if len(self._ready) < size:
+            return None
+        counts = self._earliest_due(size)
+        if not self._leaves_feasible(counts):
+            return None
+        return [index for due, count in counts.items() for index in islice(self._by_due[due], count)]
+
+    def _extend_order(self) -> None:
+        while self._next_in_order < self._admission.admitted:
+            if self._next_in_order in self._ready:
+                self._in_order.append(self._next_in_order)
+            elif self._admission.is_outstanding(self._next_in_order):
+                return
+            self._next_in_order += 1
+
+    def _earliest_due(self, size: int) -> dict[int, int]:
         """Due step -> how many of the ``size`` earliest due ready groups have it."""
-        taken: Counter[int] = Counter()
+        counts: dict[int, int] = {}
         for due in sorted(self._by_due):
-            count = min(len(self._by_due[due]), size - taken.total())
-            if count:
-                taken[due] = count
-        return taken
+            counts[due] = min(len(self._by_due[due]), size)
+            size -= counts[due]
+            if not size:
+                break
+        return counts
 
-    def _dues(self, chosen: list[int]) -> Counter[int]:
-        return Counter(due for index in chosen if (due := self._admission.due(index)) is not None)
+    def _dues(self, chosen: list[int]) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for index in chosen:
+            due = self._born_due(index)
+            counts[due] = counts.get(due, 0) + 1
+        return counts
 
-    def _leaves_feasible(self, taken: Counter[int]) -> bool:
+    def _leaves_feasible(self, taken: Mapping[int, int]) -> bool:
         if not self._bounded:
             return True
-        rest = Counter(self._admission.due_counts)
-        rest.subtract(taken)
+        rest = {due: count - taken.get(due, 0) for due, count in self._admission.due_counts.items()}
         return feasible(rest, version=self._clock.committed + 1, groups_per_step=self._groups_per_step)
 
-    def _missing(self) -> int | None:
-        """The earliest due group that is not ready: the one that the barrier waits for."""
-        running = [group for group in self._admission.oldest(self._admission.outstanding) if group not in self._ready]
-        born = [(due, group) for group in running if (due := self._admission.due(group)) is not None]
-        return min(born)[1] if born else None
-
-    def _remove(self, chosen: list[int]) -> list[Group]:
-        groups = []
-        for index in chosen:
-            due = self._admission.due(index)
-            if due is None:
-                raise ValueError(f"group {index} is ready but was never born")
-            bucket = self._by_due[due]
-            del bucket[index]
-            if not bucket:
-                del self._by_due[due]
-            group = self._ready.pop(index)
-            self._sequences -= len(group.members_G)
-            self._tokens -= group.context_tokens
-            groups.append(group)
+    def _take_whole(self, chosen: list[int]) -> list[Group]:
+        groups = [self._remove(index) for index in chosen]
         self._admission.take(chosen)
         return groups
+
+    def _take_members(self, members: int) -> list[Group]:
+        """Take ``members`` of the earliest due ready groups; the last of these may be cut in two."""
+        groups: list[Group] = []
+        while members:
+            group = self._remove(next(iter(self._by_due[min(self._by_due)])))
+            if len(group.members_G) > members:
+                rest = replace(group, members_G=group.members_G[members:])
+                group = replace(group, members_G=group.members_G[:members], final=False)
+                self.put(rest)
+            if group.final:
+                self._admission.take([group.index])
+            else:
+                self._admission.take_members(group.index, len(group.members_G))
+            members -= len(group.members_G)
+            groups.append(group)
+        return groups
+
+    def _remove(self, index: int) -> Group:
+        due = self._born_due(index)
+        bucket = self._by_due[due]
+        del bucket[index]
+        if not bucket:
+            del self._by_due[due]
+        if self._in_order and self._in_order[0] == index:
+            self._in_order.popleft()
+        group = self._ready.pop(index)
+        self._sequences -= len(group.members_G)
+        self._tokens -= group.context_tokens
+        return group
+
+    def _born_due(self, index: int) -> int:
+        due = self._admission.due(index)
+        if due is None:
+            raise ValueError(f"group {index} is ready but was never born")
+        return due
+
+
+def _joined(first: Group, second: Group) -> Group:
+    """Two parts of one group."""
+    return replace(second, members_G=[*first.members_G, *second.members_G])
+
+
+def _wait(opener: Group, seconds: float) -> BarrierWait:
+    last = next((member for member in opener.members_G if member.member == opener.last_member), None)
+    doing = "" if last is None else last.slowest
+    return BarrierWait(seconds=seconds, group=opener.index, member=opener.last_member, doing=doing)

@@ -18,6 +18,7 @@ __all__ = [
     "SamplingPolicy",
     "Schedule",
     "StalePolicy",
+    "Stragglers",
     "Truncation",
     "TruncationPolicy",
     "require_choice",
@@ -26,6 +27,7 @@ __all__ = [
 
 StalePolicy: TypeAlias = Literal["wait", "mask_span", "keep"]
 SamplingPolicy: TypeAlias = Literal["trajectory", "segment"]
+Stragglers: TypeAlias = Literal["truncate", "carry_over", "discard"]
 BatchOrder: TypeAlias = Literal["completion", "admission"]
 TruncationPolicy: TypeAlias = Literal["zero_reward", "reward", "drop", "drop_and_exclude_from_baseline"]
 
@@ -81,15 +83,45 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCompletion:
-    """When a group is complete: ``wait`` for all of its members."""
+    """When a group is complete: ``wait`` for all of its members, or ``deadline`` (DESIGN.md 4.12).
 
-    mode: Literal["wait"] = "wait"
+    A deadline counts tokens, never seconds. Once ``min_members`` have their reward, each of the others may sample
+    ``max_straggler_tokens`` more. The first that wants more than that ends the waiting for all of them::
+
+        GroupCompletion(mode="deadline", min_members=6, max_straggler_tokens=2048, on_stragglers="truncate")
+
+    A member in a long tool call wants no tokens, and the deadline never fires for it alone. Tokens are counted when a
+    request is answered: one that was under way when the quorum was reached may bring up to ``Budget.segment_tokens``.
+    """
+
+    mode: Literal["wait", "deadline"] = "wait"
     min_members: int = 2
-    """Members with a reward that a group needs for a baseline of its own."""
+    """Members with a reward that a group needs for a baseline of its own, and for the quorum of a deadline."""
+    max_straggler_tokens: int | None = None
+    """Required with ``deadline``; 0 lets no member begin another request after the quorum."""
+    on_stragglers: Stragglers = "truncate"
+    """``truncate``: they end where they are, with the cause ``group_deadline``. ``discard``: they are thrown away.
+    ``carry_over``: the finished members are ready now, the others go on and follow later (needs ``Batchwise``)."""
 
     def __post_init__(self) -> None:
-        require_choice("completion.mode", self.mode, Literal["wait"])
+        require_choice("completion.mode", self.mode, Literal["wait", "deadline"])
         require_count("completion.min_members", self.min_members, least=1)
+        require_choice("completion.on_stragglers", self.on_stragglers, Stragglers)
+        if self.mode == "deadline":
+            require_count("completion.max_straggler_tokens", self.max_straggler_tokens, least=0)
+        elif self.max_straggler_tokens is not None:
+            allowed = "left out unless completion.mode='deadline'"
+            raise ConfigError.for_value("completion.max_straggler_tokens", self.max_straggler_tokens, allowed)
+
+    @property
+    def stragglers(self) -> Stragglers | None:
+        """What happens to members past the deadline; None without one."""
+        return self.on_stragglers if self.mode == "deadline" else None
+
+    @property
+    def whole_groups(self) -> bool:
+        """True if a group is always ready with all of its members at once, as the barrier needs it."""
+        return self.stragglers in (None, "truncate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +155,21 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCache:
-    """What happens to a trajectory's prefix KV when ``sampling_policy="segment"`` moves it to newer weights.
+    """How old a conversation's prefix KV may be when ``sampling_policy="segment"`` moves it to newer weights.
 
-    Each version has its own prefix-cache namespace, so a move costs a full prefill of the context: ``refill``, which
-    must be acknowledged with ``allow_reprefill=True``.
+    Age: the version that samples minus the version whose weights computed the prefix. Within ``max_staleness`` a
+    trajectory follows the newest published version and keeps its prefix. At the limit ``hold`` keeps sampling with the
+    version that it has; ``refill`` moves on and computes the whole prefix again, which must be acknowledged with
+    ``allow_reprefill=True``. ``kvage.py`` is the rule.
     """
 
-    on_limit: Literal["refill"] = "refill"
+    max_staleness: int = 0
+    on_limit: Literal["hold", "refill"] = "hold"
     allow_reprefill: bool = False
 
     def __post_init__(self) -> None:
-        require_choice("kv_cache.on_limit", self.on_limit, Literal["refill"])
+        require_count("kv_cache.max_staleness", self.max_staleness, least=0)
+        require_choice("kv_cache.on_limit", self.on_limit, Literal["hold", "refill"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

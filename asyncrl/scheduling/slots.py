@@ -29,6 +29,7 @@ class OrderedSlots:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_use = 0
+        self.waiting = 0
         self._waiters: list[tuple[tuple[int, int], int, _Waiter]] = []
         self._tickets = count()
 
@@ -45,6 +46,7 @@ class OrderedSlots:
             return
         waiter = _Waiter()
         heapq.heappush(self._waiters, (order, next(self._tickets), waiter))
+        self.waiting += 1
         try:
             await waiter.woken.wait()
         except BaseException:
@@ -52,6 +54,8 @@ class OrderedSlots:
                 self.release()
             waiter.cancelled = True
             raise
+        finally:
+            self.waiting -= 1
 
     def release(self) -> None:
         """Give a slot back: to the oldest waiter, else to the free ones."""

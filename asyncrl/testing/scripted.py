@@ -202,11 +202,11 @@ class ScriptedPublisher:
         self.published.append(version)
         return 0.0
 
-    def address(self, version: int) -> Address:
+    def address(self, version: int, anchor: int | None = None) -> Address:
         """An adapter name for each version; a version that was never published is a fault of the engine."""
         if version not in self.published:
             raise StalenessError(f"version {version} was asked for, but only {self.published} are published")
-        return Address(adapter=f"scripted-v{version}", extra_key=f"v{version}")
+        return Address(adapter=f"scripted-v{version}", extra_key=f"v{version if anchor is None else anchor}")
 
     def hold(self, version: int) -> None:
         """One more holder."""

@@ -215,7 +215,7 @@ def test_a_batch_that_is_all_stale_has_no_gradient() -> None:
     assert assembly.finish() == []
     assert not assembly.has_gradient
     assert assembly.divisor == 1
-    assert assembly.metrics() == {"train/active_groups": 0}
+    assert assembly.metrics()["train/active_groups"] == 0
 
 
 def test_a_generated_span_without_a_version_is_refused() -> None:
@@ -234,7 +234,7 @@ def test_a_failed_member_is_nowhere() -> None:
     sequences = assembly.add([_group(0, _member(1.0), failed, _member(0.0))])
     assert [(int(sequence.tokens[0]), sequence.advantage) for sequence in sequences] == [(0, 0.5), (2, -0.5)]
     assert assembly.divisor == 4
-    assert assembly.metrics() == {"train/active_groups": 1}
+    assert assembly.metrics()["train/active_groups"] == 1
 
 
 def test_a_batch_without_signal_has_no_gradient() -> None:
@@ -254,3 +254,29 @@ def test_losses_are_means_over_the_step() -> None:
     assembly.record(ChunkResult(tokens=3, sums={"loss": 12.0, "kl": 2.0}))
     assert assembly.has_gradient
     assert assembly.losses() == {"loss": 2.0, "kl": 0.75}
+
+
+def test_a_group_whose_advantages_are_all_zero_has_no_variance() -> None:
+    """Its tokens are active, but it gives no gradient; its share says how much sampling was in vain."""
+    assembly = _assembly(GroupCentered())
+    rewards = [(1.0, 1.0), (1.0, 0.0), (0.0, 2.0), (1.0, 2.0)]
+    assembly.add([_group(index, *map(_member, pair)) for index, pair in enumerate(rewards)])
+    assembly.finish()
+    assert assembly.metrics()["reward/zero_variance_group_frac"] == 0.25
+    assert assembly.metrics()["train/active_groups"] == 4
+    assert assembly.metrics()["train/active_sequences"] == 8
+    assert assembly.metrics()["train/active_tokens"] == 16
+    assert assembly.metrics()["train/gradient_scale"] == 1 / 16
+
+
+def test_untrained_tokens_are_wasted_but_not_twice() -> None:
+    """Dropped and too old ones; those of a failed member were counted when it failed."""
+    failed = _member(None, generated=50)
+    failed.dropped = DropReason.FAILED
+    dropped = _member(1.0, generated=7)
+    dropped.truncated = TruncationCause.TURNS
+    old = _member(0.0, generated=3, version=2)
+    assembly = _assembly(Batchwise(), truncation=Truncation(train="drop"), version=4, max_staleness=1, mask_stale=True)
+    assembly.add([_group(0, failed, dropped, old, _member(1.0, version=4))])
+    assembly.finish()
+    assert assembly.wasted_tokens == 7 + 3

@@ -17,6 +17,7 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.observe.logs import LogLines, open_log
+from asyncrl.types import BarrierWait
 
 STEP = StepFinished(
     time=1.0, n=3, model_step=2, metrics={"reward/mean": 0.123456789, "staleness/span_age_max": 2.0, "other": 9.0}
@@ -63,7 +64,7 @@ def test_details_are_lines_only_when_asked_for() -> None:
     """Publications and barrier waits happen every step: they are debug lines; the rest is for the files."""
     events = (
         VersionPublished(time=0.0, version=1, seconds=0.5, probe_error=1e-6),
-        BarrierOpened(time=0.0, seconds=0.5, group=3),
+        BarrierOpened(time=0.0, wait=BarrierWait(seconds=0.5, group=3, member=1, doing="sampling")),
         GroupAdmitted(time=0.0, group=1),
     )
     assert _json_lines(*events) == []

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from asyncrl.events import (
     BarrierOpened,
-    BatchTaken,
     ChunkTrained,
-    LearnerStepped,
+    MemberDiscarded,
+    MemberFailed,
     SegmentSampled,
     VersionCommitted,
     VersionPublished,
 )
 from asyncrl.observe.metrics import MetricsRecorder, batch_metrics
-from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
+from asyncrl.types import BarrierWait, DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
 
 def _trajectory(
@@ -61,14 +63,6 @@ def test_rewards_are_those_of_the_members_that_have_one() -> None:
     assert metrics["groups/failed_members"] == 1.0
 
 
-def test_a_group_of_equal_rewards_has_no_variance() -> None:
-    """It gives no gradient, so its share says how much sampling was in vain."""
-    same = _group(_trajectory(1.0), _trajectory(1.0))
-    mixed = _group(_trajectory(1.0), _trajectory(0.0))
-    metrics = batch_metrics([same, mixed, mixed, mixed], version=0, max_staleness=0)
-    assert metrics["reward/zero_variance_group_frac"] == 0.25
-
-
 def test_ages_are_counted_for_each_span_whatever_its_length() -> None:
     """Ages 0, 1 and 2 of one span each: the long one does not weigh more."""
     traj = _trajectory(1.0, spans=((3, 1), (4, 1000), (5, 1)))
@@ -81,9 +75,40 @@ def test_ages_are_counted_for_each_span_whatever_its_length() -> None:
 def test_the_masked_fraction_counts_tokens_beyond_the_bound() -> None:
     """30 of 40 tokens are three versions old."""
     groups = [_group(_trajectory(1.0, spans=((2, 30), (5, 10))))]
-    assert batch_metrics(groups, version=5, max_staleness=2)["staleness/frac_masked"] == 0.75
-    assert batch_metrics(groups, version=5, max_staleness=3)["staleness/frac_masked"] == 0.0
-    assert batch_metrics(groups, version=5, max_staleness=None)["staleness/frac_masked"] == 0.0
+    assert batch_metrics(groups, version=5, max_staleness=2, masked=True)["staleness/frac_masked"] == 0.75
+    assert batch_metrics(groups, version=5, max_staleness=3, masked=True)["staleness/frac_masked"] == 0.0
+    assert batch_metrics(groups, version=5, max_staleness=2)["staleness/frac_masked"] == 0.0
+
+
+def test_the_age_histogram_weighs_tokens() -> None:
+    """One bin for each age up to the bound and one for what is beyond; the mean is over tokens, not spans."""
+    groups = [_group(_trajectory(1.0, spans=((1, 5), (3, 30), (4, 10), (5, 15))))]
+    metrics = batch_metrics(groups, version=5, max_staleness=2)
+    bins = {key: value for key, value in metrics.items() if key.startswith("staleness/age_tokens/")}
+    assert bins == {
+        "staleness/age_tokens/0": 15.0,
+        "staleness/age_tokens/1": 10.0,
+        "staleness/age_tokens/2": 30.0,
+        "staleness/age_tokens/older": 5.0,
+    }
+    assert metrics["staleness/token_age_mean"] == (0 * 15 + 1 * 10 + 2 * 30 + 4 * 5) / 60
+
+
+def test_groups_that_a_deadline_closed_are_a_share() -> None:
+    """Of the groups of the batch."""
+    closed = Group(index=1, row=None, members_G=[], seconds=0.0, closed_by_deadline=True)
+    metrics = batch_metrics([closed, _group(), _group(), _group()], version=0, max_staleness=0)
+    assert metrics["groups/deadline_frac"] == 0.25
+
+
+def test_wasted_tokens_are_those_of_failed_attempts_discarded_stragglers_and_untrained_members() -> None:
+    """Each is counted when it is known."""
+    recorder = MetricsRecorder(started=0.0)
+    recorder.observe(MemberFailed(time=0.0, group=0, member=0, attempt=1, error="no", generated_tokens=7))
+    recorder.observe(MemberDiscarded(time=0.0, group=0, member=1, generated_tokens=20))
+    recorder.waste(100)
+    assert recorder.take(1.0, {})["sampling/wasted_tokens"] == 127.0
+    assert recorder.take(2.0, {})["sampling/wasted_tokens"] == 0.0
 
 
 def test_lengths_truncation_and_waiting() -> None:
@@ -107,7 +132,9 @@ def test_environment_numbers_are_summed() -> None:
     first, second = _trajectory(1.0), _trajectory(1.0)
     first.add_metric("tool_calls", 2)
     second.add_metric("tool_calls", 3)
-    assert batch_metrics([_group(first, second)], version=0, max_staleness=0)["rollout/tool_calls"] == 5.0
+    metrics = batch_metrics([_group(first, second)], version=0, max_staleness=0, tools=("search",))
+    assert metrics["rollout/tool_calls"] == 5.0
+    assert metrics["rollout/tool_calls/search"] == 0.0
 
 
 def test_an_interval_sums_what_happened_in_it() -> None:
@@ -115,7 +142,7 @@ def test_an_interval_sums_what_happened_in_it() -> None:
     recorder = MetricsRecorder(started=10.0)
     recorder.observe(_segment(tokens=10, prompt=100, cached=60))
     recorder.observe(_segment(tokens=30, prompt=100, cached=40))
-    metrics = recorder.take(14.0, reserved_groups=3, inflight_requests=7)
+    metrics = recorder.take(14.0, {"staleness/reserved_groups": 3.0, "sampling/inflight_requests": 7.0})
     assert metrics["sampling/requests"] == 2.0
     assert metrics["sampling/generated_tokens"] == 40.0
     assert metrics["sampling/prompt_tokens"] == 200.0
@@ -130,38 +157,35 @@ def test_an_interval_sums_what_happened_in_it() -> None:
 
 
 def test_an_interval_sums_training_and_waiting() -> None:
-    """Chunks add up; the batch's time runs from its first chunk to the end of the step."""
+    """Counts add up; the longest wait at the barrier says for whom."""
     recorder = MetricsRecorder(started=0.0)
-    recorder.observe(BarrierOpened(time=1.0, seconds=0.25, group=4))
-    recorder.observe(BatchTaken(time=2.0, n=1, version=0, groups=(0, 1)))
-    recorder.observe(BatchTaken(time=3.0, n=1, version=0, groups=(2,)))
+    short = BarrierWait(seconds=0.25, group=4, member=1, doing="sampling")
+    recorder.observe(BarrierOpened(time=1.0, wait=short))
+    recorder.observe(BarrierOpened(time=2.0, wait=replace(short, seconds=2.0, group=9, member=3)))
+    recorder.observe(BarrierOpened(time=3.0, wait=replace(short, seconds=0.5, group=5)))
     recorder.observe(ChunkTrained(time=4.0, n=1, sequences=4, tokens=40, seconds=1.0))
     recorder.observe(ChunkTrained(time=5.0, n=1, sequences=2, tokens=20, seconds=0.5))
-    recorder.observe(LearnerStepped(time=6.0, n=1, seconds=0.125))
     recorder.observe(VersionCommitted(time=6.0, version=1))
     recorder.observe(VersionPublished(time=7.0, version=1, seconds=0.75, probe_error=0.0))
-    metrics = recorder.take(8.0)
-    assert metrics["staleness/wait_seconds"] == 0.25
-    assert metrics["staleness/wait_count"] == 1.0
+    metrics = recorder.take(8.0, {})
+    assert metrics["staleness/wait_seconds"] == 2.75
+    assert metrics["staleness/wait_count"] == 3.0
+    assert (metrics["staleness/wait_group"], metrics["staleness/wait_member"]) == (9.0, 3.0)
     assert metrics["train/backward_chunks"] == 2.0
-    assert metrics["train/active_sequences"] == 6.0
-    assert metrics["train/active_tokens"] == 60.0
-    assert metrics["train/forward_backward_seconds"] == 1.5
-    assert metrics["train/optimizer_seconds"] == 0.125
-    assert metrics["train/publication_seconds"] == 0.75
+    assert metrics["train/datums"] == 6.0
+    assert metrics["publication/seconds"] == 0.75
+    assert metrics["publication/versions"] == 1.0
     assert metrics["train/updated"] == 1.0
-    assert metrics["train/batch_seconds"] == 6.0
 
 
 def test_every_step_has_the_same_keys() -> None:
     """Zero instead of missing: a logger that fixes its columns at the first step keeps them."""
     recorder = MetricsRecorder(started=0.0)
     recorder.observe(_segment())
-    recorder.observe(BatchTaken(time=0.5, n=1, version=0, groups=(0,)))
-    busy = recorder.take(1.0)
-    idle = recorder.take(3.0)
+    busy = recorder.take(1.0, {})
+    idle = recorder.take(3.0, {})
     assert busy.keys() == idle.keys()
-    assert {key: value for key, value in idle.items() if value} == {"sampling/interval_seconds": 2.0}
+    assert {key: value for key, value in idle.items() if value > 0} == {"sampling/interval_seconds": 2.0}
     assert batch_metrics([], version=0, max_staleness=0).keys() == (
         batch_metrics([_group(_trajectory(1.0, spans=((0, 3),)))], version=0, max_staleness=0).keys()
     )

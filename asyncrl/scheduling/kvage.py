@@ -1,0 +1,38 @@
+"""Which version a trajectory samples with next, and whose KV it may reuse (DESIGN.md 4.8, 4.9).
+
+A pure rule. Each version has its own prefix-cache namespace, so KV of other weights is never reused by accident; a
+trajectory that may reuse an older prefix asks in the namespace of its *anchor*, the version that computed that prefix.
+
+Worked example, ``max_staleness=1``: a trajectory started under version 4, so its anchor is 4. Version 5 is published:
+it moves to 5 and keeps the prefix (age 1). Version 6 is published: the prefix would have age 2. ``hold`` samples on
+with 5; ``refill`` samples with 6 and computes the prefix anew, the anchor is then 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.scheduling.rules import KVCache
+
+__all__ = ["Placement", "place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """``version`` samples, on a prefix that ``anchor`` computed."""
+
+    version: int
+    anchor: int
+
+
+def place(current: Placement | None, published: int, kv_cache: KVCache | None) -> Placement:
+    """Where the next segment is sampled. ``kv_cache`` is None for trajectories that keep their first version."""
+    if current is None:
+        return Placement(version=published, anchor=published)
+    if kv_cache is None:
+        return current
+    if published - current.anchor <= kv_cache.max_staleness:
+        return Placement(version=published, anchor=current.anchor)
+    if kv_cache.on_limit == "hold":
+        return current
+    return Placement(version=published, anchor=published)

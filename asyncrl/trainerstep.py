@@ -1,0 +1,163 @@
+"""One trainer step: take a batch, add up its gradient, step the optimizer; and where the time of it went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import anyio
+import anyio.lowlevel
+
+from asyncrl.engine import EngineSession
+from asyncrl.events import BarrierOpened, BatchTaken, ChunkTrained, LearnerStepped, VersionCommitted
+from asyncrl.learning.assembly import StepAssembly
+from asyncrl.learning.base import TrainingSequence
+from asyncrl.plan import TrainingPlan
+from asyncrl.scheduling.admission import Admission
+from asyncrl.scheduling.batches import Batches
+from asyncrl.types import BarrierWait, Group
+
+__all__ = ["Phase", "PhaseTimes", "TrainerStep"]
+
+Phase: TypeAlias = Literal["wait_for_samples", "barrier", "forward_backward", "optimizer", "publication"]
+
+
+class PhaseTimes:
+    """Owns the seconds of a step by phase. Every moment belongs to exactly one, so that they sum to its wall time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self._since = anyio.current_time()
+
+    def end(self, phase: Phase, *, of_which: Mapping[Phase, float] | None = None) -> None:
+        """What passed since the last call was ``phase``, but for what ``of_which`` says of other phases."""
+        now = anyio.current_time()
+        self.seconds[phase] += now - self._since
+        self._since = now
+        for other, seconds in (of_which or {}).items():
+            self.seconds[phase] -= seconds
+            self.seconds[other] += seconds
+
+    def metrics(self) -> Mapping[str, float]:
+        """``train/batch_seconds`` is the sum of the phases, ``train/seconds`` of those that are work."""
+        waited = self.seconds["wait_for_samples"] + self.seconds["barrier"]
+        total = sum(self.seconds.values())
+        return {
+            **{f"train/{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
+            "train/batch_seconds": total,
+            "train/seconds": total - waited,
+        }
+
+
+class TrainerStep:
+    """The ``n``-th step of a run. ``run`` it once; then its attributes say what it did."""
+
+    def __init__(
+        self, n: int, plan: TrainingPlan, session: EngineSession, admission: Admission, batches: Batches
+    ) -> None:
+        self.n = n
+        self.version = session.clock.committed
+        self.groups: list[Group] = []
+        self.waits: tuple[BarrierWait, ...] = ()
+        self.times = PhaseTimes()
+        self.optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
+        self.assembly = StepAssembly(
+            advantage=plan.advantage,
+            normalize=plan.normalize,
+            truncation=plan.truncation,
+            min_members=plan.completion.min_members,
+            temperature=session.settings.temperature,
+            version=self.version,
+            max_staleness=None if plan.stale_policy == "keep" else plan.max_staleness,
+            mask_stale=plan.stale_policy == "mask_span",
+        )
+        self._plan = plan
+        self._session = session
+        self._learner = session.policy.learner
+        self._admission = admission
+        self._batches = batches
+
+    async def run(self, size: int, *, steps: int) -> bool:
+        """Train on ``size`` groups, of a run of ``steps``; True if that made a version, which is then staged.
+
+        If it does not come that far, the learner forgets the gradient.
+        """
+        try:
+            if not self._admission.outstanding:
+                # Nothing can be sampled before a publication frees slots.
+                await self._session.clock.wait_published(self.version)
+                self.times.end("publication")
+            await self._forward_backward(size)
+            if not self.assembly.has_gradient:
+                self._admission.settle(None)
+                return False
+            await self._update(steps)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._learner.discard_gradients()
+            raise
+        return True
+
+    async def _forward_backward(self, remaining: int) -> None:
+        """Take the batch, whole or in chunks, and accumulate its gradient."""
+        while remaining:
+            if self._plan.overlap is None:
+                chunk = await self._take(remaining)
+                remaining = 0
+            else:
+                chunk = await self._batches.take_chunk(remaining, self._plan.overlap)
+                remaining -= len(chunk)
+                self.times.end("wait_for_samples")
+            self.groups += chunk
+            indices = tuple(group.index for group in chunk)
+            self._session.events.emit(
+                BatchTaken(time=anyio.current_time(), n=self.n, version=self.version, groups=indices)
+            )
+            sequences = await self._assemble(chunk)
+            if not remaining:
+                sequences += self.assembly.finish()
+            if sequences:
+                await self._train(sequences)
+            self.times.end("forward_backward")
+
+    async def _take(self, size: int) -> list[Group]:
+        batch = await self._batches.take(size)
+        self.waits = tuple(self._batches.waits)
+        self._batches.waits.clear()
+        self.times.end("wait_for_samples", of_which={"barrier": sum(wait.seconds for wait in self.waits)})
+        for wait in self.waits:
+            self._session.events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
+        return batch
+
+    async def _assemble(self, groups: Sequence[Group]) -> list[TrainingSequence]:
+        sequences = []
+        for group in groups:
+            sequences += self.assembly.add([group])
+            # A batch of thousands is a second of work: samples and tools are served in between.
+            await anyio.lowlevel.checkpoint()
+        return sequences
+
+    async def _train(self, sequences: Sequence[TrainingSequence]) -> None:
+        started = anyio.current_time()
+        if self._plan.loss.needs_proximal:
+            await self._learner.prepare_step(sequences)
+        result = await self._learner.forward_backward(sequences, self._plan.loss)
+        self.assembly.record(result)
+        now = anyio.current_time()
+        self._session.events.emit(
+            ChunkTrained(time=now, n=self.n, sequences=len(sequences), tokens=result.tokens, seconds=now - started)
+        )
+
+    async def _update(self, steps: int) -> None:
+        """The optimizer step, its version, and that version's snapshot for the publisher."""
+        started = anyio.current_time()
+        settings = self._plan.optimizer.settings(self.n - 1, steps)
+        self.optimized = await self._learner.optimizer_step(settings, divisor=self.assembly.divisor)
+        version = self._session.clock.commit()
+        self._admission.settle(version)
+        now = anyio.current_time()
+        self._session.events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
+        self._session.events.emit(VersionCommitted(time=now, version=version))
+        self.times.end("optimizer")
+        await self._session.policy.publisher.stage(version)
+        self.times.end("publication")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from asyncrl.observe.lag import LoopLag
+
+
+def test_mean_and_longest_lateness_since_the_last_look() -> None:
+    """A timer that comes early is not late."""
+    lag = LoopLag()
+    for late_s in (0.0, 0.25, -0.01, 0.75):
+        lag.add(late_s)
+    assert lag.take() == {"loop/lag_mean_seconds": 0.25, "loop/lag_max_seconds": 0.75}
+    assert lag.take() == {"loop/lag_mean_seconds": 0.0, "loop/lag_max_seconds": 0.0}
+
+
+@pytest.mark.virtual_clock
+async def test_on_a_virtual_clock_it_ends_at_once() -> None:
+    """Else a run that hangs would never be seen as deadlocked."""
+    with anyio.fail_after(1):
+        await LoopLag().run()
+    assert anyio.current_time() == 0.0
+
+
+async def test_a_callback_that_holds_the_loop_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer is due while the loop is busy, and comes when that is over."""
+    lag = LoopLag()
+    times = iter([10.0, 10.3])
+    sleeps: list[float] = []
+
+    async def sleep_until(deadline: float) -> None:
+        sleeps.append(deadline)
+
+    monkeypatch.setattr(anyio, "current_time", lambda: next(times))
+    monkeypatch.setattr(anyio, "sleep_until", sleep_until)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await lag.run()
+    assert sleeps == [10.05]
+    assert lag.take()["loop/lag_max_seconds"] == pytest.approx(0.25)
