@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Literal
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -39,8 +40,8 @@ from asyncrl.learning.advantages import Advantage, GroupCentered
 from asyncrl.learning.losses import Loss, loss_from
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
-from asyncrl.observe.lag import LoopLag
-from asyncrl.observe.metrics import MetricsRecorder, batch_metrics
+from asyncrl.observe.lag import LoopLag, settled_heap
+from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, possible_losses
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
@@ -184,7 +185,7 @@ class _Training:
         # As many versions may wait for publication as the bound allows the trainer to be ahead.
         staged, versions = anyio.create_memory_object_stream[int](max(1, self.plan.max_staleness))
         try:
-            with staged, versions:
+            with staged, versions, settled_heap():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._publish, versions)
                     tasks.start_soon(self._admit)
@@ -209,6 +210,9 @@ class _Training:
                 group = await self.admission.admit()
                 self.events.emit(GroupAdmitted(time=anyio.current_time(), group=group))
                 tasks.start_soon(self._roll_out, group)
+                # One group in a turn of the loop: a publication frees slots for hundreds, and their members starting
+                # all at once would keep every tool and sample waiting.
+                await anyio.lowlevel.checkpoint()
 
     async def _roll_out(self, group: int) -> None:
         row = self.rows[group % len(self.rows)]
@@ -256,13 +260,7 @@ class _Training:
             "throughput/queue_depth": float(self.session.requests_queued),
             **self.lag.take(),
         }
-        batch = batch_metrics(
-            step.groups,
-            version=step.version,
-            max_staleness=self.plan.max_staleness,
-            masked=self.plan.stale_policy == "mask_span",
-            tools=self.session.tools,
-        )
+        batch = step.batch.metrics()
         # What an environment once reported stays, so that a logger keeps its columns.
         self.rollout_keys |= {key: 0.0 for key in batch if key.startswith("rollout/")}
         return {

@@ -12,6 +12,7 @@ from asyncrl.engine import EngineSession
 from asyncrl.events import BarrierOpened, BatchTaken, ChunkTrained, LearnerStepped, VersionCommitted
 from asyncrl.learning.assembly import StepAssembly
 from asyncrl.learning.base import TrainingSequence
+from asyncrl.observe.metrics import BatchMetrics
 from asyncrl.plan import TrainingPlan
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
@@ -71,6 +72,12 @@ class TrainerStep:
             max_staleness=None if plan.stale_policy == "keep" else plan.max_staleness,
             mask_stale=plan.stale_policy == "mask_span",
         )
+        self.batch = BatchMetrics(
+            version=self.version,
+            max_staleness=plan.max_staleness,
+            masked=plan.stale_policy == "mask_span",
+            tools=session.tools,
+        )
         self._plan = plan
         self._session = session
         self._learner = session.policy.learner
@@ -113,9 +120,7 @@ class TrainerStep:
             self._session.events.emit(
                 BatchTaken(time=anyio.current_time(), n=self.n, version=self.version, groups=indices)
             )
-            sequences = await self._assemble(chunk)
-            if not remaining:
-                sequences += self.assembly.finish()
+            sequences = await self._assemble(chunk, last=not remaining)
             if sequences:
                 await self._train(sequences)
             self.times.end("forward_backward")
@@ -129,12 +134,17 @@ class TrainerStep:
             self._session.events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
         return batch
 
-    async def _assemble(self, groups: Sequence[Group]) -> list[TrainingSequence]:
-        sequences = []
+    async def _assemble(self, groups: Sequence[Group], *, last: bool) -> list[TrainingSequence]:
+        """Group by group: a batch of thousands is a second of work, and samples and tools are served in between."""
+        sequences: list[TrainingSequence] = []
         for group in groups:
             sequences += self.assembly.add([group])
-            # A batch of thousands is a second of work: samples and tools are served in between.
+            self.batch.add(group)
             await anyio.lowlevel.checkpoint()
+        if last:
+            for waiting in self.assembly.finish():
+                sequences += waiting
+                await anyio.lowlevel.checkpoint()
         return sequences
 
     async def _train(self, sequences: Sequence[TrainingSequence]) -> None:

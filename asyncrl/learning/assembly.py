@@ -8,13 +8,13 @@ so the gradient does not depend on how the batch was cut or in which order its g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import StalenessError
-from asyncrl.learning.advantages import Advantage, GroupCentered
+from asyncrl.learning.advantages import Advantage, GroupCentered, Rewards
 from asyncrl.learning.base import ChunkResult, TrainingSequence
 from asyncrl.learning.normalize import Divisor, Normalize, token_weight
 from asyncrl.scheduling.rules import Truncation
@@ -57,6 +57,8 @@ class StepAssembly:
         self._waiting: list[Group] = []
         self._divisor = Divisor(normalize)
         self._active_groups: set[int] = set()
+        self._scale = 1.0
+        # What all advantages of the batch are divided by.
         self._silent = 0
         self._wasted = 0
         self._tokens = 0
@@ -76,19 +78,18 @@ class StepAssembly:
                 self._waiting.append(group)
         return sequences
 
-    def finish(self) -> list[TrainingSequence]:
-        """The batch is complete: the sequences that had to wait for that."""
+    def finish(self) -> Iterator[list[TrainingSequence]]:
+        """The batch is complete: the sequences that had to wait for that, group by group. Exhaust it."""
         rewards = [self._rewards(group) for group in self._groups]
+        self._scale = self._advantage_scale(rewards)
+        if not self._waiting:
+            return
         advantages = self._advantage(rewards, min_members=self._min_members)
-        # What is divided out globally must not be in these already.
-        scale = self._advantage_scale()
-        waiting = {group.index for group in self._waiting}
-        return [
-            sequence
-            for group, group_advantages in zip(self._groups, advantages, strict=True)
-            if group.index in waiting
-            for sequence in self._sequences(group, [advantage * scale for advantage in group_advantages])
-        ]
+        waiting = {id(group) for group in self._waiting}
+        for group, group_advantages in zip(self._groups, advantages, strict=True):
+            if id(group) in waiting:
+                # What is divided out globally must not be in these already.
+                yield self._sequences(group, [advantage * self._scale for advantage in group_advantages])
 
     def record(self, result: ChunkResult) -> None:
         """Add up what a forward-backward pass reported."""
@@ -103,7 +104,7 @@ class StepAssembly:
     @property
     def divisor(self) -> float:
         """What the accumulated gradient is divided by, once, before the optimizer step."""
-        return self._divisor.value * self._advantage_scale()
+        return self._divisor.value * self._scale
 
     def losses(self) -> Mapping[str, float]:
         """``loss`` over the divisor, everything else over the trained tokens."""
@@ -125,10 +126,9 @@ class StepAssembly:
             "train/gradient_scale": 1.0 / self.divisor,
         }
 
-    def _advantage_scale(self) -> float:
+    def _advantage_scale(self, rewards: Rewards) -> float:
         if not isinstance(self._advantage, GroupCentered) or self._advantage.standardize != "batch":
             return 1.0
-        rewards = [self._rewards(group) for group in self._groups]
         plain = GroupCentered(eps=self._advantage.eps)(rewards, min_members=self._min_members)
         return self._advantage.batch_scale(rewards, plain)
 

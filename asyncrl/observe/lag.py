@@ -7,11 +7,13 @@ ever late, and a timer that never ends would hide a deadlock, so there the timer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import anyio
 
-__all__ = ["LoopLag"]
+__all__ = ["LoopLag", "settled_heap"]
 
 _INTERVAL_S = 0.05
 # Twenty wake-ups a second cost nothing, and a callback that is too long is rarely alone.
@@ -49,3 +51,20 @@ class LoopLag:
         self._late_s = self._longest_s = 0.0
         self._ticks = 0
         return metrics
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """Spare the block's garbage collections what exists already.
+
+    Half a million objects of torch and of the model's code live as long as the run; a full collection that looks at
+    them again holds the loop for tenths of a second. If the program froze its heap itself, nothing is changed.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,6 +1,6 @@
 """The numbers of a trainer step: what its batch was, and what happened since the step before.
 
-``batch_metrics`` is a pure function of the batch. ``MetricsRecorder`` sums events between two steps; work for later
+``BatchMetrics`` looks at the groups of the batch. ``MetricsRecorder`` sums events between two steps; work for later
 batches counts too, because it is what the machines did in that time. Every key is in every step, zero if nothing
 happened; ``rollout/<key>`` follows the environment, and stays once it was there. Left out, because only their owners
 know them: what the learner reports (``loss/*``, ``optimizer/*``) and how a step was assembled and timed (``train/*``).
@@ -25,7 +25,7 @@ from asyncrl.events import (
 )
 from asyncrl.types import BarrierWait, DropReason, Group, SpanKind, Trajectory, TruncationCause
 
-__all__ = ["MetricsRecorder", "batch_metrics"]
+__all__ = ["BatchMetrics", "MetricsRecorder"]
 
 _SUMMED = (
     "publication/seconds",
@@ -116,77 +116,90 @@ class MetricsRecorder:
         self._sums[key] += value
 
 
-def batch_metrics(
-    groups: Sequence[Group], *, version: int, max_staleness: int, masked: bool = False, tools: Sequence[str] = ()
-) -> dict[str, float]:
-    """The metrics of a batch that is trained while ``version`` is committed.
+class BatchMetrics:
+    """Adds up the groups of a batch that is trained while ``version`` is committed; constant work for each member.
 
     Ages are in versions: one per generated span whatever its length, or weighted by tokens
     (``staleness/age_tokens/<age>`` up to ``max_staleness``, ``/older`` beyond). ``masked``: tokens beyond the bound get
     no gradient. Percentiles are values that occur. Rewards are the raw ones, before any truncation rule. ``tools``:
     names that have a metric even if nobody calls them.
     """
-    members = [member for group in groups for member in group.members_G]
-    rewards = [member.reward for member in members if member.reward is not None]
-    failed = sum(member.dropped is DropReason.FAILED for member in members)
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": float(np.std(rewards)) if rewards else 0.0,
-        **_age_metrics(members, version, max_staleness, masked),
-        **_length_metrics(members),
-        **_environment_metrics(members, tools),
-        "groups/mean_wait_seconds": _mean([group.seconds for group in groups]),
-        "groups/deadline_frac": _mean([group.closed_by_deadline for group in groups]),
-        "groups/failed_members": float(failed),
-    }
 
+    def __init__(self, *, version: int, max_staleness: int, masked: bool = False, tools: Sequence[str] = ()) -> None:
+        self._version = version
+        self._max_staleness = max_staleness
+        self._masked = masked
+        self._rewards: list[float] = []
+        self._span_ages: Counter[int] = Counter()
+        self._token_ages: Counter[int] = Counter()
+        self._lengths: list[int] = []
+        self._truncated: Counter[TruncationCause] = Counter()
+        self._environment = dict.fromkeys((*_TOOLS, *(f"tool_calls/{name}" for name in tools)), 0.0)
+        self._group_seconds: list[float] = []
+        self._closed = 0
+        self._failed = 0
 
-def _age_metrics(members: Sequence[Trajectory], version: int, max_staleness: int, masked: bool) -> dict[str, float]:
-    spans = [span for member in members for span in member.spans if span.kind is SpanKind.GENERATED]
-    aged = [(version - span.version, len(span.tokens)) for span in spans if span.version is not None]
-    ages = [age for age, _ in aged]
-    tokens: Counter[int] = Counter()
-    for age, count in aged:
-        tokens[age] += count
-    older = sum(count for age, count in tokens.items() if age > max_staleness)
-    return {
-        "staleness/span_age_p50": _percentile(ages, 50),
-        "staleness/span_age_p99": _percentile(ages, 99),
-        "staleness/span_age_max": float(max(ages, default=0)),
-        "staleness/token_age_mean": _ratio(sum(age * count for age, count in tokens.items()), tokens.total()),
-        **{f"staleness/age_tokens/{age}": float(tokens[age]) for age in range(max_staleness + 1)},
-        "staleness/age_tokens/older": float(older),
-        "staleness/frac_masked": _ratio(older, tokens.total()) if masked else 0.0,
-    }
+    def add(self, group: Group) -> None:
+        """Count ``group``."""
+        self._group_seconds.append(group.seconds)
+        self._closed += group.closed_by_deadline
+        for member in group.members_G:
+            self._add_member(member)
 
-
-def _length_metrics(members: Sequence[Trajectory]) -> dict[str, float]:
-    lengths = [member.generated_tokens for member in members]
-    return {
-        "train/generated_tokens": float(sum(lengths)),
-        "length/generated_p50": _percentile(lengths, 50),
-        "length/generated_p99": _percentile(lengths, 99),
-    }
-
-
-def _environment_metrics(members: Sequence[Trajectory], tools: Sequence[str]) -> dict[str, float]:
-    metrics = {
-        f"truncated/{cause}": _mean([member.truncated is cause for member in members]) for cause in TruncationCause
-    }
-    metrics |= {f"rollout/{key}": 0.0 for key in (*_TOOLS, *(f"tool_calls/{name}" for name in tools))}
-    for member in members:
+    def _add_member(self, member: Trajectory) -> None:
+        if member.reward is not None:
+            self._rewards.append(member.reward)
+        for span in member.spans:
+            if span.kind is SpanKind.GENERATED and span.version is not None:
+                self._span_ages[self._version - span.version] += 1
+                self._token_ages[self._version - span.version] += len(span.tokens)
+        self._lengths.append(member.generated_tokens)
+        if member.truncated is not None:
+            self._truncated[member.truncated] += 1
         for key, value in member.metrics.items():
-            metrics[f"rollout/{key}"] = metrics.get(f"rollout/{key}", 0.0) + value
-    return metrics
+            self._environment[key] = self._environment.get(key, 0.0) + value
+        self._failed += member.dropped is DropReason.FAILED
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the groups added so far."""
+        groups, members = len(self._group_seconds), len(self._lengths)
+        return {
+            "reward/mean": _ratio(sum(self._rewards), len(self._rewards)),
+            "reward/std": float(np.std(self._rewards)) if self._rewards else 0.0,
+            **self._age_metrics(),
+            "train/generated_tokens": float(sum(self._lengths)),
+            "length/generated_p50": _percentile(Counter(self._lengths), 50),
+            "length/generated_p99": _percentile(Counter(self._lengths), 99),
+            **{f"truncated/{cause}": _ratio(self._truncated[cause], members) for cause in TruncationCause},
+            **{f"rollout/{key}": value for key, value in self._environment.items()},
+            "groups/mean_wait_seconds": _ratio(sum(self._group_seconds), groups),
+            "groups/deadline_frac": _ratio(self._closed, groups),
+            "groups/failed_members": float(self._failed),
+        }
+
+    def _age_metrics(self) -> dict[str, float]:
+        tokens = self._token_ages
+        older = sum(count for age, count in tokens.items() if age > self._max_staleness)
+        return {
+            "staleness/span_age_p50": _percentile(self._span_ages, 50),
+            "staleness/span_age_p99": _percentile(self._span_ages, 99),
+            "staleness/span_age_max": float(max(self._span_ages, default=0)),
+            "staleness/token_age_mean": _ratio(sum(age * count for age, count in tokens.items()), tokens.total()),
+            **{f"staleness/age_tokens/{age}": float(tokens[age]) for age in range(self._max_staleness + 1)},
+            "staleness/age_tokens/older": float(older),
+            "staleness/frac_masked": _ratio(older, tokens.total()) if self._masked else 0.0,
+        }
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _percentile(values: Sequence[int], percent: float) -> float:
-    return float(np.percentile(values, percent, method="inverted_cdf")) if values else 0.0
+def _percentile(counts: Counter[int], percent: int) -> float:
+    """The smallest value that at least ``percent`` of all do not exceed; 0 if there is none."""
+    passed = 0
+    for value in sorted(counts):
+        passed += counts[value]
+        if 100 * passed >= percent * counts.total():
+            return float(value)
+    return 0.0

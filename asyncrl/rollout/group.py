@@ -114,12 +114,13 @@ class _GroupRun:
         return group
 
     async def _run(self, member: int) -> None:
-        # A member that waits for its slot when the deadline passes does not begin.
-        with self._until_deadline() as scope:
-            await self._slots.acquire((self._plan.index, member))
-        if scope.cancelled_caught:
-            self._end(self._cut(self._plan.member(member)))
-            return
+        if not self._slots.acquire_nowait():
+            # A member that waits for its slot when the deadline passes does not begin.
+            with self._until_deadline() as scope:
+                await self._slots.acquire((self._plan.index, member))
+            if scope.cancelled_caught:
+                self._end(self._cut(self._plan.member(member)))
+                return
         try:
             self._end(await self._attempts(member))
         finally:
@@ -152,15 +153,18 @@ class _GroupRun:
             await self._play(traj, env)
         finally:
             leave_version(traj, self._context)
-            if self._factory.owned:
+            if self._factory.owned and type(env).close is not Env.close:
                 with anyio.move_on_after(_CLOSE_S, shield=True):
                     await call_user(env.close, timeout=_CLOSE_S)
 
     async def _play(self, traj: Trajectory, env: Env) -> None:
-        with self._until_deadline() as scope:
+        if self._plan.completion.stragglers is None:
             await converse(traj, env, self._context, allow=self._allow)
-        if scope.cancelled_caught or traj.truncated is TruncationCause.GROUP_DEADLINE:
-            self._cut(traj)
+        else:
+            with self._until_deadline() as scope:
+                await converse(traj, env, self._context, allow=self._allow)
+            if scope.cancelled_caught or traj.truncated is TruncationCause.GROUP_DEADLINE:
+                self._cut(traj)
         if traj.dropped is None:
             await grade(traj, env, self._context)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -85,7 +86,7 @@ def _factors(assembly: StepAssembly, chunks: Sequence[Sequence[Group]]) -> dict[
     sequences: list[TrainingSequence] = []
     for chunk in chunks:
         sequences += assembly.add(chunk)
-    sequences += assembly.finish()
+    sequences += chain.from_iterable(assembly.finish())
     factors = {int(sequence.tokens[0]): sequence.advantage * sequence.weight for sequence in sequences}
     assert len(factors) == len(sequences)
     return {name: factor / assembly.divisor for name, factor in factors.items()}
@@ -134,7 +135,7 @@ def test_group_advantages_are_ready_early_and_others_wait() -> None:
     full, thin = _group(0, _member(1.0), _member(0.0)), _group(1, _member(1.0), _member(None))
     assembly = _assembly(GroupCentered())
     assert [int(sequence.tokens[0]) for sequence in assembly.add([full, thin])] == [0, 1]
-    assert [int(sequence.tokens[0]) for sequence in assembly.finish()] == [100]
+    assert [int(sequence.tokens[0]) for sequence in chain.from_iterable(assembly.finish())] == [100]
     assert _assembly(Batchwise()).add([full, thin]) == []
 
 
@@ -178,7 +179,7 @@ def test_truncated_members(rule: str, advantages: list[float]) -> None:
     truncated = _member(1.0)
     truncated.truncated = TruncationCause.TURNS
     assembly = _assembly(GroupCentered(), truncation=Truncation(by_cause={"turns": rule}))  # type: ignore[dict-item]
-    sequences = [*assembly.add([_group(0, _member(2.0), truncated)]), *assembly.finish()]
+    sequences = [*assembly.add([_group(0, _member(2.0), truncated)]), *chain.from_iterable(assembly.finish())]
     assert [sequence.advantage for sequence in sequences] == advantages
     assert truncated.dropped is (DropReason.TRUNCATED if rule.startswith("drop") else None)
     assert assembly.divisor == (2 if rule.startswith("drop") else 4)
@@ -212,7 +213,7 @@ def test_a_batch_that_is_all_stale_has_no_gradient() -> None:
     """Everything masked: no sequence, nothing divided by zero, no active group."""
     assembly = _assembly(GroupCentered(), version=2, mask_stale=True)
     assert assembly.add([_group(0, _member(1.0), _member(0.0))]) == []
-    assert assembly.finish() == []
+    assert list(chain.from_iterable(assembly.finish())) == []
     assert not assembly.has_gradient
     assert assembly.divisor == 1
     assert assembly.metrics()["train/active_groups"] == 0
@@ -241,7 +242,7 @@ def test_a_batch_without_signal_has_no_gradient() -> None:
     """Nothing to train, nothing to divide by zero."""
     assembly = _assembly(GroupCentered(standardize="batch"))
     assert assembly.add([_group(0, _member(1.0), _member(1.0))]) == []
-    assert assembly.finish() == []
+    assert list(chain.from_iterable(assembly.finish())) == []
     assert not assembly.has_gradient
     assert assembly.losses() == {}
 
@@ -261,7 +262,8 @@ def test_a_group_whose_advantages_are_all_zero_has_no_variance() -> None:
     assembly = _assembly(GroupCentered())
     rewards = [(1.0, 1.0), (1.0, 0.0), (0.0, 2.0), (1.0, 2.0)]
     assembly.add([_group(index, *map(_member, pair)) for index, pair in enumerate(rewards)])
-    assembly.finish()
+    sequences = list(chain.from_iterable(assembly.finish()))
+    assert sequences == []
     assert assembly.metrics()["reward/zero_variance_group_frac"] == 0.25
     assert assembly.metrics()["train/active_groups"] == 4
     assert assembly.metrics()["train/active_sequences"] == 8
@@ -278,5 +280,6 @@ def test_untrained_tokens_are_wasted_but_not_twice() -> None:
     old = _member(0.0, generated=3, version=2)
     assembly = _assembly(Batchwise(), truncation=Truncation(train="drop"), version=4, max_staleness=1, mask_stale=True)
     assembly.add([_group(0, failed, dropped, old, _member(1.0, version=4))])
-    assembly.finish()
+    sequences = list(chain.from_iterable(assembly.finish()))
+    assert len(sequences) == 1
     assert assembly.wasted_tokens == 7 + 3

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -81,7 +82,7 @@ def _gradient(
 
     for chunk in chunks:
         train(assembly.add(chunk))
-    train(assembly.finish())
+    train(list(chain.from_iterable(assembly.finish())))
     gradients = [parameter.grad.flatten() for parameter in model._causal.parameters() if parameter.grad is not None]
     gradient = torch.cat(gradients) / assembly.divisor
     model.discard_gradients()

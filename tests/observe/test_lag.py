@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
+
 import anyio
 import pytest
 
-from asyncrl.observe.lag import LoopLag
+from asyncrl.observe.lag import LoopLag, settled_heap
 
 
 def test_mean_and_longest_lateness_since_the_last_look() -> None:
@@ -38,3 +40,14 @@ async def test_a_callback_that_holds_the_loop_is_seen(monkeypatch: pytest.Monkey
         await lag.run()
     assert sleeps == [10.05]
     assert lag.take()["loop/lag_max_seconds"] == pytest.approx(0.25)
+
+
+def test_what_exists_is_not_collected_again_during_a_run() -> None:
+    """And it is afterwards; a heap that somebody else froze stays as it is."""
+    gc.unfreeze()
+    with settled_heap():
+        assert gc.get_freeze_count() > 0
+        with settled_heap():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

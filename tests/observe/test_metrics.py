@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from asyncrl.events import (
     VersionCommitted,
     VersionPublished,
 )
-from asyncrl.observe.metrics import MetricsRecorder, batch_metrics
+from asyncrl.observe.metrics import BatchMetrics, MetricsRecorder
 from asyncrl.types import BarrierWait, DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
 
@@ -39,6 +40,14 @@ def _group(*members: Trajectory, seconds: float = 0.0) -> Group:
     return Group(index=0, row=None, members_G=members, seconds=seconds)
 
 
+def _metrics(groups: list[Group], **options: Any) -> dict[str, float]:
+    """The metrics of a batch of ``groups``."""
+    batch = BatchMetrics(**options)
+    for group in groups:
+        batch.add(group)
+    return batch.metrics()
+
+
 def _segment(*, tokens: int = 10, prompt: int = 100, cached: int = 60) -> SegmentSampled:
     return SegmentSampled(
         time=1.0,
@@ -57,7 +66,7 @@ def test_rewards_are_those_of_the_members_that_have_one() -> None:
     """A failed member counts as failed and not as reward 0."""
     failed = _trajectory(None)
     failed.dropped = DropReason.FAILED
-    metrics = batch_metrics([_group(_trajectory(1.0), _trajectory(3.0), failed)], version=0, max_staleness=0)
+    metrics = _metrics([_group(_trajectory(1.0), _trajectory(3.0), failed)], version=0, max_staleness=0)
     assert metrics["reward/mean"] == 2.0
     assert metrics["reward/std"] == 1.0
     assert metrics["groups/failed_members"] == 1.0
@@ -66,7 +75,7 @@ def test_rewards_are_those_of_the_members_that_have_one() -> None:
 def test_ages_are_counted_for_each_span_whatever_its_length() -> None:
     """Ages 0, 1 and 2 of one span each: the long one does not weigh more."""
     traj = _trajectory(1.0, spans=((3, 1), (4, 1000), (5, 1)))
-    metrics = batch_metrics([_group(traj)], version=5, max_staleness=2)
+    metrics = _metrics([_group(traj)], version=5, max_staleness=2)
     assert metrics["staleness/span_age_p50"] == 1.0
     assert metrics["staleness/span_age_p99"] == 2.0
     assert metrics["staleness/span_age_max"] == 2.0
@@ -75,15 +84,15 @@ def test_ages_are_counted_for_each_span_whatever_its_length() -> None:
 def test_the_masked_fraction_counts_tokens_beyond_the_bound() -> None:
     """30 of 40 tokens are three versions old."""
     groups = [_group(_trajectory(1.0, spans=((2, 30), (5, 10))))]
-    assert batch_metrics(groups, version=5, max_staleness=2, masked=True)["staleness/frac_masked"] == 0.75
-    assert batch_metrics(groups, version=5, max_staleness=3, masked=True)["staleness/frac_masked"] == 0.0
-    assert batch_metrics(groups, version=5, max_staleness=2)["staleness/frac_masked"] == 0.0
+    assert _metrics(groups, version=5, max_staleness=2, masked=True)["staleness/frac_masked"] == 0.75
+    assert _metrics(groups, version=5, max_staleness=3, masked=True)["staleness/frac_masked"] == 0.0
+    assert _metrics(groups, version=5, max_staleness=2)["staleness/frac_masked"] == 0.0
 
 
 def test_the_age_histogram_weighs_tokens() -> None:
     """One bin for each age up to the bound and one for what is beyond; the mean is over tokens, not spans."""
     groups = [_group(_trajectory(1.0, spans=((1, 5), (3, 30), (4, 10), (5, 15))))]
-    metrics = batch_metrics(groups, version=5, max_staleness=2)
+    metrics = _metrics(groups, version=5, max_staleness=2)
     bins = {key: value for key, value in metrics.items() if key.startswith("staleness/age_tokens/")}
     assert bins == {
         "staleness/age_tokens/0": 15.0,
@@ -97,7 +106,7 @@ def test_the_age_histogram_weighs_tokens() -> None:
 def test_groups_that_a_deadline_closed_are_a_share() -> None:
     """Of the groups of the batch."""
     closed = Group(index=1, row=None, members_G=[], seconds=0.0, closed_by_deadline=True)
-    metrics = batch_metrics([closed, _group(), _group(), _group()], version=0, max_staleness=0)
+    metrics = _metrics([closed, _group(), _group(), _group()], version=0, max_staleness=0)
     assert metrics["groups/deadline_frac"] == 0.25
 
 
@@ -118,7 +127,7 @@ def test_lengths_truncation_and_waiting() -> None:
         _group(_trajectory(1.0, spans=((0, 10),)), long, seconds=1.0),
         _group(_trajectory(1.0, spans=((0, 20),)), _trajectory(1.0, spans=((0, 20),)), seconds=3.0),
     ]
-    metrics = batch_metrics(groups, version=0, max_staleness=0)
+    metrics = _metrics(groups, version=0, max_staleness=0)
     assert metrics["train/generated_tokens"] == 80.0
     assert metrics["length/generated_p50"] == 20.0
     assert metrics["length/generated_p99"] == 30.0
@@ -132,7 +141,7 @@ def test_environment_numbers_are_summed() -> None:
     first, second = _trajectory(1.0), _trajectory(1.0)
     first.add_metric("tool_calls", 2)
     second.add_metric("tool_calls", 3)
-    metrics = batch_metrics([_group(first, second)], version=0, max_staleness=0, tools=("search",))
+    metrics = _metrics([_group(first, second)], version=0, max_staleness=0, tools=("search",))
     assert metrics["rollout/tool_calls"] == 5.0
     assert metrics["rollout/tool_calls/search"] == 0.0
 
@@ -186,8 +195,8 @@ def test_every_step_has_the_same_keys() -> None:
     idle = recorder.take(3.0, {})
     assert busy.keys() == idle.keys()
     assert {key: value for key, value in idle.items() if value > 0} == {"sampling/interval_seconds": 2.0}
-    assert batch_metrics([], version=0, max_staleness=0).keys() == (
-        batch_metrics([_group(_trajectory(1.0, spans=((0, 3),)))], version=0, max_staleness=0).keys()
+    assert _metrics([], version=0, max_staleness=0).keys() == (
+        _metrics([_group(_trajectory(1.0, spans=((0, 3),)))], version=0, max_staleness=0).keys()
     )
 
 
@@ -195,4 +204,4 @@ def test_every_step_has_the_same_keys() -> None:
 def test_every_truncation_cause_is_a_metric(cause: TruncationCause) -> None:
     """A new cause cannot be forgotten."""
     groups = [_group(_trajectory(0.0, truncated=cause))]
-    assert batch_metrics(groups, version=0, max_staleness=0)[f"truncated/{cause.value}"] == 1.0
+    assert _metrics(groups, version=0, max_staleness=0)[f"truncated/{cause.value}"] == 1.0
