@@ -6,6 +6,7 @@ which brings its own reservations and versions.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -203,6 +204,7 @@ class RolloutEngine:
                     release=policy.publisher.release,
                     events=events,
                     environment_timeout_s=self._environment_timeout_s,
+                    now=asyncio.get_running_loop().time,
                 ),
                 _factory=self._factory,
                 _slots=OrderedSlots(self.schedule.concurrency),

@@ -171,15 +171,19 @@ class StepAssembly:
         ]
 
     def _sequence(self, member: Trajectory, mask: BoolArray, advantage: float, weight: float) -> TrainingSequence:
-        logprobs = [
-            np.zeros(len(span.tokens), dtype=np.float32) if span.logprobs is None else span.logprobs
-            for span in member.spans
-        ]
+        logprobs = np.zeros(member.context_tokens, dtype=np.float32)
+        start = end = 0
+        for span in member.spans:
+            stop = start + len(span.tokens)
+            if span.logprobs is not None:
+                logprobs[start:stop] = span.logprobs
+                if mask[start]:
+                    end = stop
+            start = stop
         # What follows the last trained token conditions nothing that is trained.
-        end = int(np.flatnonzero(mask)[-1]) + 1
         return TrainingSequence(
             tokens=member.tokens()[:end],
-            logprobs=np.concatenate(logprobs)[:end],
+            logprobs=logprobs[:end],
             mask=mask[:end],
             advantage=advantage,
             weight=weight,
@@ -188,9 +192,14 @@ class StepAssembly:
 
     def _mask(self, member: Trajectory) -> BoolArray:
         """(context_tokens,) True where a token is trained; all False for a member that is not."""
-        trained = member.dropped is None and member.reward is not None
-        parts = [np.full(len(span.tokens), trained and self._trainable(span, member)) for span in member.spans]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.bool_)
+        mask = np.zeros(member.context_tokens, dtype=np.bool_)
+        if member.dropped is None and member.reward is not None:
+            start = 0
+            for span in member.spans:
+                stop = start + len(span.tokens)
+                mask[start:stop] = self._trainable(span, member)
+                start = stop
+        return mask
 
     def _trainable(self, span: Span, member: Trajectory) -> bool:
         if span.kind is not SpanKind.GENERATED:

@@ -10,29 +10,26 @@ the model's fault: it ends the trajectory. Whether that is tried again is the gr
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from weakref import WeakSet
 
 import anyio
-from anyio.lowlevel import RunVar
 
-from asyncrl.errors import AsyncRLError, ConfigError, InfrastructureError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.iteration import first_error
-from asyncrl.rollout.tools import Tool, deadline
+from asyncrl.rollout.calls import blamed
+from asyncrl.rollout.tools import Tool
 from asyncrl.types import Message, Row, ToolCall, Trajectory, TruncationCause
 
-__all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "call_user", "env_factory"]
+__all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "env_factory"]
 
 T = TypeVar("T")
 Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
 
-_USER_THREADS = 32
-# Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
-_user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
 _UNREADABLE = "error: the tool call could not be read; give the tool's name and its arguments as one JSON object"
 
 
@@ -136,7 +133,17 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     except TypeError as error:
         raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
     made = env.func if isinstance(env, partial) else env
-    return EnvFactory(create=lambda: _valid(env()), owned=True, tools=_tool_names(made))
+    return EnvFactory(create=lambda: _checked(env()), owned=True, tools=_tool_names(made))
+
+
+def _checked(env: Env) -> Env:
+    """``_valid``, but once for each class: there is an environment for each trajectory."""
+    if not (isinstance(env, Env) and env.tools is type(env).tools and env.recovery is type(env).recovery):
+        return _valid(env)
+    if type(env) not in _valid_classes:
+        _valid(env)
+        _valid_classes.add(type(env))
+    return env
 
 
 def _tool_names(env: object) -> tuple[str, ...]:
@@ -145,6 +152,7 @@ def _tool_names(env: object) -> tuple[str, ...]:
 
 
 E = TypeVar("E", Env, type[Env])
+_valid_classes: WeakSet[type[Env]] = WeakSet()
 
 
 def _valid(env: E) -> E:
@@ -162,55 +170,6 @@ def _valid(env: E) -> E:
     if len(set(names)) < len(names):
         raise ConfigError.for_value(f"{kind.__name__}.tools", names, "tools with different names")
     return env
-
-
-@overload
-async def call_user(function: Callable[..., Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
-@overload
-async def call_user(function: Callable[..., T | Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
-async def call_user(function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> Any:
-    """Call a user's function, asynchronous or not; a plain one runs in one of a bounded number of threads.
-
-    Raises ``RolloutTimeout`` after ``timeout`` seconds (a thread cannot be ended: it goes on until its function
-    returns), ``InfrastructureError`` for a timeout or a lost connection inside, and whatever else the function raises.
-    """
-    name = getattr(function, "__qualname__", repr(function))
-    with deadline(name, timeout):
-        return await _call(name, function, args)
-
-
-async def _call(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        result = await anyio.to_thread.run_sync(partial(function, *args), limiter=_threads(), abandon_on_cancel=True)
-        return await result if inspect.isawaitable(result) else result
-    except Exception as error:  # noqa: BLE001  raised again below
-        failure = _blamed(name, error)
-    raise failure  # outside of the handler, so that it keeps its own cause
-
-
-def _blamed(what: str, error: Exception) -> BaseException:
-    """The error to raise for ``error``: what the machinery did becomes an ``InfrastructureError``.
-
-    User code may have task groups of its own; the first error in them counts.
-    """
-    first = first_error(error)
-    if isinstance(first, AsyncRLError) or not isinstance(first, TimeoutError | ConnectionError):
-        return first
-    failure = InfrastructureError(f"{what}: {type(first).__name__}: {first}")
-    failure.__cause__ = first
-    return failure
-
-
-def _threads() -> anyio.CapacityLimiter:
-    """The limiter of this event loop."""
-    try:
-        return _user_threads.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(_USER_THREADS)
-        _user_threads.set(limiter)
-        return limiter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,10 +224,10 @@ async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
         return _Reply(content=f"error: there is no tool {call.name!r}; there are: {known}", failed=True)
     started = anyio.current_time()
     try:
-        content = await tools[call.name].__get__(env).run(call.arguments)
+        content = await tools[call.name].run(call.arguments, env)
         return _Reply(content=content, failed=False, seconds=anyio.current_time() - started)
     except Exception as error:  # noqa: BLE001  raised again below, or told to the model
-        failure = _blamed(f"tool {call.name!r}", error)
+        failure = blamed(f"tool {call.name!r}", error)
     if isinstance(failure, AsyncRLError):
         raise failure
     content = f"error: {type(failure).__name__}: {failure}"

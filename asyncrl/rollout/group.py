@@ -19,7 +19,8 @@ import anyio
 
 from asyncrl.errors import EnvironmentFailure, LearnerError, PublicationError, SamplingError, StalenessError
 from asyncrl.events import DeadlinePassed, GroupFinished, MemberDiscarded, MemberFailed
-from asyncrl.rollout.env import Env, EnvFactory, call_user
+from asyncrl.rollout.calls import UserCalls, call_user
+from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version
 from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.scheduling.slots import OrderedSlots
@@ -150,23 +151,24 @@ class _GroupRun:
     async def _attempt(self, traj: Trajectory) -> None:
         env = self._factory.create()
         try:
-            await self._play(traj, env)
+            with UserCalls(self._context.environment_timeout_s) as calls:
+                await self._play(traj, env, calls)
         finally:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
                 with anyio.move_on_after(_CLOSE_S, shield=True):
-                    await call_user(env.close, timeout=_CLOSE_S)
+                    await call_user(env.close)
 
-    async def _play(self, traj: Trajectory, env: Env) -> None:
+    async def _play(self, traj: Trajectory, env: Env, calls: UserCalls) -> None:
         if self._plan.completion.stragglers is None:
-            await converse(traj, env, self._context, allow=self._allow)
+            await converse(traj, env, calls, self._context, allow=self._allow)
         else:
             with self._until_deadline() as scope:
-                await converse(traj, env, self._context, allow=self._allow)
+                await converse(traj, env, calls, self._context, allow=self._allow)
             if scope.cancelled_caught or traj.truncated is TruncationCause.GROUP_DEADLINE:
                 self._cut(traj)
         if traj.dropped is None:
-            await grade(traj, env, self._context)
+            await grade(traj, env, calls, self._context)
 
     def _begin(self, traj: Trajectory) -> None:
         self._active[traj.member] = traj

@@ -7,8 +7,7 @@ and that it gives text. Which call is run when, and what the model reads when on
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType, NoneType, UnionType
 from typing import (
@@ -25,11 +24,10 @@ from typing import (
     overload,
 )
 
-import anyio
+from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.rollout.calls import Deadline
 
-from asyncrl.errors import ConfigError, EnvironmentFailure, RolloutTimeout
-
-__all__ = ["Tool", "deadline", "elide", "tool"]
+__all__ = ["Tool", "elide", "tool"]
 
 ToolFunction: TypeAlias = Callable[..., Awaitable[str]]
 _TIMEOUT_S = 600.0
@@ -69,15 +67,15 @@ class Tool:
         """Call the function as if it were not a tool."""
         return self.function(*args, **kwargs)
 
-    async def run(self, arguments: Mapping[str, Any]) -> str:
-        """Call the function with arguments that a model wrote.
+    async def run(self, arguments: Mapping[str, Any], env: object | None = None) -> str:
+        """Call the function with arguments that a model wrote; a method of ``env`` if it is one.
 
         Raises ``ValueError`` if they do not fit the schema, ``RolloutTimeout`` at the deadline, ``EnvironmentFailure``
         if the result is not text, and whatever the function raises.
         """
         checked = self._checked(arguments)
-        with deadline(f"tool {self.name!r}", self.timeout):
-            result: object = await self.function(**checked)
+        with Deadline(f"tool {self.name!r}", self.timeout):
+            result: object = await (self.function(env, **checked) if self.method else self.function(**checked))
         if not isinstance(result, str):
             raise EnvironmentFailure(f"tool {self.name!r} returned {type(result).__name__}, but must return str")
         return result
@@ -193,15 +191,6 @@ def _supported(hint: Any) -> bool:
     if origin is Literal:
         return all(isinstance(value, str | int | NoneType) for value in inner)
     return hint in (str, int, float, bool, NoneType)
-
-
-@contextmanager
-def deadline(what: str, seconds: float) -> Iterator[None]:
-    """Cancel the block after ``seconds`` and raise ``RolloutTimeout``, which names ``what``."""
-    with anyio.move_on_after(seconds) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise RolloutTimeout(f"{what} ran past its deadline of {seconds} s")
 
 
 def elide(text: str, max_tokens: int, tokenizer: Any) -> str:

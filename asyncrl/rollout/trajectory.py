@@ -17,7 +17,8 @@ from asyncrl.errors import ServerUnavailable
 from asyncrl.events import Events, MemberFinished, SegmentSampled, ToolCalled
 from asyncrl.publishing.base import Address
 from asyncrl.rollout.budget import Budget
-from asyncrl.rollout.env import Env, TurnResult, call_user
+from asyncrl.rollout.calls import UserCalls
+from asyncrl.rollout.env import Env, TurnResult
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.sampling.base import Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
@@ -71,23 +72,25 @@ class RolloutContext:
     release: Callable[[int], None]
     events: Events
     environment_timeout_s: float = math.inf
+    now: Callable[[], float] = anyio.current_time
+    """The loop's time."""
     on_birth: Callable[[int, int], None] = field(default=lambda group, version: None)
     """Called with (group, version) at each dispatch, before the request leaves."""
 
 
 async def converse(
-    traj: Trajectory, env: Env, context: RolloutContext, *, allow: Callable[[Trajectory, int], int]
+    traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext, *, allow: Callable[[Trajectory, int], int]
 ) -> None:
     """Take ``traj`` from wherever it is to the end of its conversation; ``grade`` comes next.
 
-    ``allow(traj, tokens)`` is asked before each request how many of these tokens it may be for; 0 truncates with
-    ``GROUP_DEADLINE``. Whatever the environment or the sampler raises, this raises.
+    ``calls`` makes the calls of ``env``. ``allow(traj, tokens)`` is asked before each request how many of these tokens
+    it may be for; 0 truncates with ``GROUP_DEADLINE``. Whatever the environment or the sampler raises, this raises.
     """
     if not traj.spans:
-        await _reset(traj, env, context)
+        await _reset(traj, env, calls, context)
     while traj.truncated is None:
         if traj.awaiting_reply:
-            if not await _reply(traj, env, context):
+            if not await _reply(traj, env, calls, context):
                 break
             continue
         wanted = context.budget.next_segment(traj, traj.turn_cap)
@@ -99,8 +102,8 @@ async def converse(
             await _extend(traj, env, allowed, context)
 
 
-async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    messages = await call_user(env.reset, traj.row, timeout=context.environment_timeout_s)
+async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
+    messages = await calls(env.reset, traj.row)
     ids = await context.renderer.prompt(messages, env.tools)
     traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
@@ -127,7 +130,7 @@ async def _extend(traj: Trajectory, env: Env, wanted: int, context: RolloutConte
 
 
 async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Segment:
-    queued = anyio.current_time()
+    queued = context.now()
     await context.requests.acquire((traj.group, traj.member))
     try:
         # From here to the request's departure there is no await: the stamp is the version at dispatch.
@@ -137,7 +140,7 @@ async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Seg
         try:
             context.on_birth(traj.group, version)
             address = context.address(version, placed.anchor)
-            dispatched = anyio.current_time()
+            dispatched = context.now()
             segment = await context.sampler.sample(
                 SegmentRequest(
                     trajectory_id=traj.id,
@@ -158,7 +161,7 @@ async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Seg
             context.release(version)
     finally:
         context.requests.release()
-    now = anyio.current_time()
+    now = context.now()
     traj.add_seconds("queue", dispatched - queued)
     traj.add_seconds("sampling", now - dispatched)
     context.events.emit(
@@ -199,13 +202,13 @@ def leave_version(traj: Trajectory, context: RolloutContext) -> None:
         context.release(traj.version)
 
 
-async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
+async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> bool:
     """Ask the environment for its answer to the turn; False if the episode is over."""
-    started = anyio.current_time()
+    started = context.now()
     errors, tool_seconds = (traj.metrics.get(key, 0.0) for key in ("tool_errors", "tool_seconds"))
-    answer = await call_user(env.on_turn, traj, timeout=context.environment_timeout_s)
+    answer = await calls(env.on_turn, traj)
     result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
-    now = anyio.current_time()
+    now = context.now()
     in_tools = traj.metrics.get("tool_seconds", 0.0) - tool_seconds
     traj.add_seconds("environment", max(0.0, now - started - in_tools))
     context.events.emit(
@@ -234,18 +237,18 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
     return True
 
 
-async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+async def grade(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
     """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is not finite."""
-    started = anyio.current_time()
+    started = context.now()
     if traj.truncated is None:
-        value = await call_user(env.reward, traj, traj.row, timeout=context.environment_timeout_s)
+        value = await calls(env.reward, traj, traj.row)
     else:
-        value = await call_user(env.on_truncated, traj, traj.row, traj.truncated, timeout=context.environment_timeout_s)
+        value = await calls(env.on_truncated, traj, traj.row, traj.truncated)
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"the reward of trajectory {traj.id} is {reward}, but must be finite")
     traj.reward = reward
-    now = anyio.current_time()
+    now = context.now()
     traj.add_seconds("reward", now - started)
     context.events.emit(
         MemberFinished(

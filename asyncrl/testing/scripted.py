@@ -70,7 +70,7 @@ class ByteRenderer:
 
     def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """The bytes as text."""
-        text = bytes(int(token) for token in turn_ids if token != END).decode("latin-1")
+        text = turn_ids[turn_ids != END].astype(np.uint8).tobytes().decode("latin-1")
         return ParsedTurn(message={"role": "assistant", "content": text}, tool_calls=())
 
 

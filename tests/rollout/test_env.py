@@ -9,7 +9,8 @@ import anyio
 import pytest
 
 from asyncrl.errors import ConfigError, EnvironmentFailure, InfrastructureError, RolloutTimeout
-from asyncrl.rollout.env import Env, TurnResult, _threads, call_user, env_factory
+from asyncrl.rollout.calls import UserCalls, _threads, call_user
+from asyncrl.rollout.env import Env, TurnResult, env_factory
 from asyncrl.rollout.tools import Tool, tool
 from asyncrl.testing.clock import run_virtual
 from asyncrl.types import Message, Row, ToolCall, Trajectory, TruncationCause
@@ -263,6 +264,21 @@ async def test_a_call_of_user_code_has_a_deadline() -> None:
         release.set()
     with pytest.raises(RolloutTimeout, match="sleep_forever"):
         await call_user(anyio.sleep_forever, timeout=0.01)
+
+
+@pytest.mark.virtual_clock
+async def test_each_call_of_a_trajectory_has_its_own_deadline() -> None:
+    """Three calls of eight seconds are in time with a deadline of ten; the one that is late is named."""
+    with UserCalls(10.0) as calls:
+        for _ in range(3):
+            await calls(anyio.sleep, 8)
+        await anyio.sleep(100)
+        await calls(anyio.sleep, 8)
+    assert anyio.current_time() == 132
+    with pytest.raises(RolloutTimeout, match=r"sleep ran past its deadline of 10\.0 s"), UserCalls(10.0) as calls:
+        await calls(anyio.sleep, 9)
+        await calls(anyio.sleep, 11)
+    assert anyio.current_time() == 132 + 9 + 10
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyError("row")])

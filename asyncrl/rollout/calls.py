@@ -1,0 +1,166 @@
+"""Calls into user code: where they run, how long they may take, and whose fault an error is.
+
+Coroutine functions run on the event loop, plain functions in one of a bounded number of threads. A timeout or a lost
+connection inside is the machinery's fault and becomes an ``InfrastructureError``; anything else is raised as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
+
+from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
+from asyncrl.iteration import first_error
+
+__all__ = ["Deadline", "UserCalls", "blamed", "call_user"]
+
+T = TypeVar("T")
+
+_USER_THREADS = 32
+# Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
+_user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
+
+
+class Deadline:
+    """Cancels its block after ``seconds`` and raises ``RolloutTimeout``, which names ``what``."""
+
+    __slots__ = ("_scope", "_seconds", "_what")
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self._what = what
+        self._seconds = seconds
+        self._scope = anyio.CancelScope(deadline=anyio.current_time() + seconds)
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        handled = self._scope.__exit__(kind, error, traceback)
+        if self._scope.cancelled_caught:
+            raise _timeout(self._what, self._seconds)
+        return handled
+
+
+class UserCalls:
+    """Makes the calls of one trajectory, one after the other, each with a deadline of ``timeout`` seconds.
+
+    One cancel scope and one timer serve all of them: a scope and a timer for each call cost more than everything else
+    that a turn needs. A call that is late ends the block, with ``RolloutTimeout``.
+    """
+
+    __slots__ = ("_called", "_expires", "_loop", "_scope", "_timeout_s", "_timer")
+
+    def __init__(self, timeout: float = math.inf) -> None:
+        self._timeout_s = timeout
+        self._loop = asyncio.get_running_loop()
+        self._scope = anyio.CancelScope()
+        self._timer: asyncio.TimerHandle | None = None
+        self._expires = math.inf
+        self._called: Callable[..., Any] | None = None
+
+    def __enter__(self) -> UserCalls:
+        self._scope.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        if self._timer is not None:
+            self._timer.cancel()
+        handled = self._scope.__exit__(kind, error, traceback)
+        if self._scope.cancelled_caught:
+            raise _timeout(_name(self._called), self._timeout_s)
+        return handled
+
+    @overload
+    async def __call__(self, function: Callable[..., Awaitable[T]], *args: Any) -> T: ...
+    @overload
+    async def __call__(self, function: Callable[..., T | Awaitable[T]], *args: Any) -> T: ...
+    async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function``, a coroutine function or a plain one."""
+        self._called = function
+        self._expires = self._loop.time() + self._timeout_s
+        if self._timer is None and self._expires < math.inf:
+            self._timer = self._loop.call_at(self._expires, self._look)
+        try:
+            return await _run(function, args)
+        finally:
+            self._expires = math.inf
+
+    def _look(self) -> None:
+        """The deadline of some call has come; of an earlier one, if another is under way."""
+        self._timer = None
+        if self._loop.time() >= self._expires:
+            self._scope.cancel()
+        elif self._expires < math.inf:
+            self._timer = self._loop.call_at(self._expires, self._look)
+
+
+@overload
+async def call_user(function: Callable[..., Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
+@overload
+async def call_user(function: Callable[..., T | Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
+async def call_user(function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> Any:
+    """Make one call. Raises ``RolloutTimeout`` after ``timeout`` seconds (a thread cannot be ended: it goes on until
+    its function returns), ``InfrastructureError`` for a timeout or a lost connection inside, and whatever else the
+    function raises.
+    """
+    with Deadline(_name(function), timeout):
+        return await _run(function, args)
+
+
+async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        if _is_asynchronous(getattr(function, "__func__", function)):
+            return await function(*args)
+        result = await anyio.to_thread.run_sync(partial(function, *args), limiter=_threads(), abandon_on_cancel=True)
+        return await result if inspect.isawaitable(result) else result
+    except Exception as error:  # noqa: BLE001  raised again below
+        failure = blamed(_name(function), error)
+    raise failure  # outside of the handler, so that it keeps its own cause
+
+
+_is_asynchronous = functools.lru_cache(maxsize=1024)(inspect.iscoroutinefunction)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _timeout(what: str, seconds: float) -> RolloutTimeout:
+    return RolloutTimeout(f"{what} ran past its deadline of {seconds} s")
+
+
+def blamed(what: str, error: Exception) -> BaseException:
+    """The error to raise for ``error``: what the machinery did becomes an ``InfrastructureError``.
+
+    User code may have task groups of its own; the first error in them counts.
+    """
+    first = first_error(error)
+    if isinstance(first, AsyncRLError) or not isinstance(first, TimeoutError | ConnectionError):
+        return first
+    failure = InfrastructureError(f"{what}: {type(first).__name__}: {first}")
+    failure.__cause__ = first
+    return failure
+
+
+def _threads() -> anyio.CapacityLimiter:
+    """The limiter of this event loop."""
+    try:
+        return _user_threads.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_USER_THREADS)
+        _user_threads.set(limiter)
+        return limiter
