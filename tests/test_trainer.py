@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import pytest
@@ -20,6 +20,7 @@ from asyncrl.events import (
     MemberFailed,
     Notice,
     SegmentSampled,
+    StepFinished,
 )
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import (
@@ -31,6 +32,7 @@ from asyncrl.testing import (
     run_virtual,
     scripted_policy,
 )
+from asyncrl.trainerstep import Phase
 from asyncrl.types import BarrierWait, Message, Row, Segment, Step, Trajectory, TruncationCause
 
 pytestmark = pytest.mark.usefixtures("blocking_calls_are_errors")
@@ -134,6 +136,19 @@ def test_full_weights_cannot_keep_a_version_for_a_trajectory() -> None:
     with pytest.raises(ConfigError, match="train a LoRA adapter, use sampling_policy='segment'"):
         _Case(publisher=ScriptedPublisher(pins_versions=False), max_staleness=1)
     _Case(publisher=ScriptedPublisher(pins_versions=False), max_staleness=0)
+
+
+def test_full_weights_can_hold_a_version_only_where_that_never_happens() -> None:
+    """A prefix may be as old as the barrier lets anything become, so that the limit is not reached; else refill."""
+
+    def case(**kv_cache: Any) -> None:
+        engine = {"sampling_policy": "segment", "kv_cache": rl.KVCache(**kv_cache)}
+        _Case(publisher=ScriptedPublisher(pins_versions=False), max_staleness=2, engine=engine)
+
+    with pytest.raises(ConfigError, match=r"on_limit is 'hold' with kv_cache\.max_staleness 1"):
+        case(max_staleness=1)
+    case(max_staleness=2)
+    case(max_staleness=1, on_limit="refill", allow_reprefill=True)
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(0, 1), (4, 0), (4, -2)])
@@ -443,6 +458,63 @@ def test_rollouts_without_a_trainer() -> None:
 
     assert run_virtual(main) == [1, 2, 0]
     assert sampler.peak_in_flight == 4
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_the_seconds_of_a_step_are_all_accounted_for(max_staleness: int) -> None:
+    """Each phase has its exact share, and together they are the time from one step to the next."""
+    case = _Case(
+        sampler=ScriptedSampler(seconds=lambda request: 5.0),
+        learner=ScriptedLearner(train_s=3.0, step_s=1.0),
+        publisher=ScriptedPublisher(seconds=lambda: 0.5),
+        max_staleness=max_staleness,
+    )
+    run_virtual(case.run)
+    ends = [event.time for event in case.of(StepFinished)]
+    seconds = [step.metrics["train/batch_seconds"] for step in case.steps]
+    assert [0.5 + sum(seconds[: n + 1]) for n in range(3)] == ends
+    last = {key: case.steps[-1].metrics[f"train/{key}_seconds"] for key in get_args(Phase)}
+    synchronous = max_staleness == 0
+    assert last == {
+        "wait_for_samples": 5.0 if synchronous else 0.0,
+        "barrier": 0.0,
+        "forward_backward": 3.0,
+        "optimizer": 1.0,
+        "publication": 0.5 if synchronous else 0.0,
+    }
+    assert case.steps[-1].metrics["train/seconds"] == sum(last.values()) - last["wait_for_samples"]
+
+
+def test_a_metric_of_the_environment_stays_once_it_was_there() -> None:
+    """Also one that made no version, one that waited, and one in which a key of the environment appeared."""
+
+    class Uneven(_Env):
+        async def reward(self, traj: Trajectory, row: Row) -> float:
+            if traj.group >= 4:
+                traj.add_metric("surprise", 1.0)
+            return 1.0 if traj.group < 2 else float(traj.member)
+
+    case = _Case(env=Uneven, max_staleness=1)
+    run_virtual(case.run, 4)
+    first, *others = [set(step.metrics) for step in case.steps]
+    assert {step.metrics["train/updated"] for step in case.steps} == {0, 1}
+    assert others[0] == first
+    assert all(keys == first | {"rollout/surprise"} for keys in others[1:])
+
+
+@pytest.mark.parametrize(
+    ("fate", "names"),
+    [("truncate", ["stragglers_truncated"]), ("discard", ["old_spans_masked", "stragglers_discarded"])],
+)
+def test_what_a_deadline_can_lose_is_acknowledged_and_said_once(fate: Any, names: list[str]) -> None:
+    """Without the flag it is refused; with it there is one warning for each rule."""
+    completion = rl.GroupCompletion(mode="deadline", max_straggler_tokens=0, on_stragglers=fate)
+    rule: dict[str, Any] = {"stale_policy": "wait" if fate == "truncate" else "mask_span", "max_staleness": 1}
+    with pytest.raises(ConfigError, match=f"on_stragglers='{fate}'.*allow_trajectory_loss=True"):
+        _Case(completion=completion, **rule)
+    case = _Case(completion=completion, allow_trajectory_loss=True, **rule)
+    run_virtual(case.run)
+    assert [event.name for event in case.of(Notice)] == names
 
 
 @pytest.mark.parametrize("rule", ["mask_span", "keep"])
