@@ -44,6 +44,16 @@ _SUMMED = (
     "train/datums",
     "train/updated",
 )
+_COUNTED = {
+    BarrierOpened,
+    ChunkTrained,
+    MemberDiscarded,
+    MemberFailed,
+    SegmentSampled,
+    VersionCommitted,
+    VersionPublished,
+}
+# Looked up first: most events are others, and every segment brings three or four.
 _TOOLS = ("tool_calls", "tool_errors", "tool_seconds")
 
 
@@ -57,6 +67,8 @@ class MetricsRecorder:
 
     def observe(self, event: Event) -> None:
         """Count ``event``."""
+        if type(event) not in _COUNTED:
+            return
         match event:
             case SegmentSampled():
                 self._count_segment(event)

@@ -39,7 +39,7 @@ class Deadline:
     def __init__(self, what: str, seconds: float) -> None:
         self._what = what
         self._seconds = seconds
-        self._scope = anyio.CancelScope(deadline=anyio.current_time() + seconds)
+        self._scope = anyio.CancelScope(deadline=asyncio.get_running_loop().time() + seconds)
 
     def __enter__(self) -> None:
         self._scope.__enter__()
@@ -56,54 +56,55 @@ class Deadline:
 class UserCalls:
     """Makes the calls of one trajectory, one after the other, each with a deadline of ``timeout`` seconds.
 
-    One cancel scope and one timer serve all of them: a scope and a timer for each call cost more than everything else
-    that a turn needs. A call that is late ends the block, with ``RolloutTimeout``.
+    One timer serves all of them, and the deadline cancels the task as ``asyncio.timeout`` does: a cancel scope and a
+    timer for each call cost more than everything else that a turn needs. Leaving the block ends the timer.
     """
 
-    __slots__ = ("_called", "_expires", "_loop", "_scope", "_timeout_s", "_timer")
+    __slots__ = ("_expires", "_late", "_loop", "_task", "_timeout_s", "_timer")
 
     def __init__(self, timeout: float = math.inf) -> None:
         self._timeout_s = timeout
         self._loop = asyncio.get_running_loop()
-        self._scope = anyio.CancelScope()
         self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._expires = math.inf
-        self._called: Callable[..., Any] | None = None
+        self._late = False
 
     def __enter__(self) -> UserCalls:
-        self._scope.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    def __exit__(self, *error: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        handled = self._scope.__exit__(kind, error, traceback)
-        if self._scope.cancelled_caught:
-            raise _timeout(_name(self._called), self._timeout_s)
-        return handled
 
     @overload
     async def __call__(self, function: Callable[..., Awaitable[T]], *args: Any) -> T: ...
     @overload
     async def __call__(self, function: Callable[..., T | Awaitable[T]], *args: Any) -> T: ...
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function``, a coroutine function or a plain one."""
-        self._called = function
+        """Call ``function``, a coroutine function or a plain one. Raises what ``call_user`` raises."""
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
         self._expires = self._loop.time() + self._timeout_s
         if self._timer is None and self._expires < math.inf:
             self._timer = self._loop.call_at(self._expires, self._look)
         try:
             return await _run(function, args)
+        except asyncio.CancelledError:
+            # If somebody else cancelled the task as well, that counts for more.
+            if self._late and task.uncancel() <= cancelling:
+                raise _timeout(_name(function), self._timeout_s) from None
+            raise
         finally:
             self._expires = math.inf
 
     def _look(self) -> None:
         """The deadline of some call has come; of an earlier one, if another is under way."""
         self._timer = None
-        if self._loop.time() >= self._expires:
-            self._scope.cancel()
+        if self._loop.time() >= self._expires and self._task is not None:
+            self._late = True
+            self._task.cancel()
         elif self._expires < math.inf:
             self._timer = self._loop.call_at(self._expires, self._look)
 

@@ -9,13 +9,13 @@ the model's fault: it ends the trajectory. Whether that is tried again is the gr
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
-from weakref import WeakSet
 
 import anyio
 
@@ -133,17 +133,20 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     except TypeError as error:
         raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
     made = env.func if isinstance(env, partial) else env
-    return EnvFactory(create=lambda: _checked(env()), owned=True, tools=_tool_names(made))
+    return EnvFactory(create=_checking(env), owned=True, tools=_tool_names(made))
 
 
-def _checked(env: Env) -> Env:
-    """``_valid``, but once for each class: there is an environment for each trajectory."""
-    if not (isinstance(env, Env) and env.tools is type(env).tools and env.recovery is type(env).recovery):
-        return _valid(env)
-    if type(env) not in _valid_classes:
-        _valid(env)
-        _valid_classes.add(type(env))
-    return env
+def _checking(make: Callable[[], Env]) -> Callable[[], Env]:
+    """``make``, with each class that it makes checked once: there is an environment for each trajectory."""
+    known: set[type] = set()
+
+    def create() -> Env:
+        env = make()
+        if type(env) not in known or env.tools is not type(env).tools:
+            known.add(type(_valid(env)))
+        return env
+
+    return create
 
 
 def _tool_names(env: object) -> tuple[str, ...]:
@@ -152,7 +155,6 @@ def _tool_names(env: object) -> tuple[str, ...]:
 
 
 E = TypeVar("E", Env, type[Env])
-_valid_classes: WeakSet[type[Env]] = WeakSet()
 
 
 def _valid(env: E) -> E:
@@ -222,13 +224,14 @@ async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
     if call.name not in tools:
         known = ", ".join(sorted(tools)) or "none"
         return _Reply(content=f"error: there is no tool {call.name!r}; there are: {known}", failed=True)
-    started = anyio.current_time()
+    time = asyncio.get_running_loop().time
+    started = time()
     try:
         content = await tools[call.name].run(call.arguments, env)
-        return _Reply(content=content, failed=False, seconds=anyio.current_time() - started)
+        return _Reply(content=content, failed=False, seconds=time() - started)
     except Exception as error:  # noqa: BLE001  raised again below, or told to the model
         failure = blamed(f"tool {call.name!r}", error)
     if isinstance(failure, AsyncRLError):
         raise failure
     content = f"error: {type(failure).__name__}: {failure}"
-    return _Reply(content=content, failed=True, seconds=anyio.current_time() - started)
+    return _Reply(content=content, failed=True, seconds=time() - started)
