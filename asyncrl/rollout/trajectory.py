@@ -83,8 +83,9 @@ async def converse(
 ) -> None:
     """Take ``traj`` from wherever it is to the end of its conversation; ``grade`` comes next.
 
-    ``calls`` makes the calls of ``env``. ``allow(traj, tokens)`` is asked before each request how many of these tokens
-    it may be for; 0 truncates with ``GROUP_DEADLINE``. Whatever the environment or the sampler raises, this raises.
+    ``calls`` makes the calls of ``env``. ``allow(traj, tokens)`` is asked when a request is about to leave how many of
+    these tokens it may be for; 0 truncates with ``GROUP_DEADLINE``. Whatever the environment or the sampler raises,
+    this raises.
     """
     if not traj.spans:
         await _reset(traj, env, calls, context)
@@ -96,10 +97,12 @@ async def converse(
         wanted = context.budget.next_segment(traj, traj.turn_cap)
         if isinstance(wanted, TruncationCause):
             traj.truncated = wanted
-        elif (allowed := allow(traj, wanted)) == 0:
+            break
+        segment = await _sample(traj, wanted, context, allow)
+        if segment is None:
             traj.truncated = TruncationCause.GROUP_DEADLINE
         else:
-            await _extend(traj, env, allowed, context)
+            _extend(traj, env, segment, context)
 
 
 async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
@@ -109,9 +112,8 @@ async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
 
 
-async def _extend(traj: Trajectory, env: Env, wanted: int, context: RolloutContext) -> None:
-    """Sample one segment; if it completes the turn, read the message."""
-    segment = await _sample(traj, wanted, context)
+def _extend(traj: Trajectory, env: Env, segment: Segment, context: RolloutContext) -> None:
+    """Take note of a segment; if it completes the turn, read the message."""
     traj.append_segment(segment)
     if not len(segment.tokens):
         if segment.stop is StopReason.STOP:
@@ -129,11 +131,17 @@ async def _extend(traj: Trajectory, env: Env, wanted: int, context: RolloutConte
         traj.awaiting_reply = True
 
 
-async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Segment:
+async def _sample(
+    traj: Trajectory, wanted: int, context: RolloutContext, allow: Callable[[Trajectory, int], int]
+) -> Segment | None:
+    """Ask for ``wanted`` tokens, or what is allowed of them; None if nothing is."""
     queued = context.now()
     await context.requests.acquire((traj.group, traj.member))
     try:
         # From here to the request's departure there is no await: the stamp is the version at dispatch.
+        allowed = allow(traj, wanted)
+        if not allowed:
+            return None
         placed, refilled = _move(traj, context)
         version = placed.version
         context.hold(version)
@@ -145,7 +153,7 @@ async def _sample(traj: Trajectory, wanted: int, context: RolloutContext) -> Seg
                 SegmentRequest(
                     trajectory_id=traj.id,
                     input_ids=traj.tokens(),
-                    max_new_tokens=wanted,
+                    max_new_tokens=allowed,
                     version=version,
                     temperature=context.settings.temperature,
                     top_p=context.settings.top_p,
