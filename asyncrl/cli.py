@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: train | demo | eval | serve.
+"""The ``asyncrl`` command: train | demo | eval | serve | simulate.
 
 It reads the arguments, says at once that something happens, and maps what happens to an exit code. stdout carries one
 JSON line, the result; everything for people goes to stderr. Composition is in ``compose``, the work in its owners.
@@ -157,6 +157,14 @@ def _serve(arguments: argparse.Namespace) -> None:
     run_server(ServerOptions(**options))
 
 
+def _simulate(arguments: argparse.Namespace) -> None:
+    from asyncrl.simulation.command import run_simulation
+    from asyncrl.simulation.options import read_options
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    run_simulation(recipe, read_options(vars(arguments), recipe), _say)
+
+
 def _load(arguments: argparse.Namespace) -> Recipe:
     path = arguments.recipe or _demo_recipe()
     _say(f"loading {path} (importing torch and, the first time, making the model can take half a minute)")
@@ -268,7 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(recipe=None)
     evaluate = add("eval", _evaluate, "measure the held-out reward of a recipe's model as it is before training")
     evaluate.add_argument("recipe", type=Path, help="TOML file")
-    for command in (train, demo, evaluate):
+    simulate = add("simulate", _simulate, "predict steps per hour and token age of other schedules in seconds")
+    simulate.add_argument("recipe", type=Path, help="TOML file; its environment and model are not needed")
+    for command in (train, demo, evaluate, simulate):
         command.add_argument(
             "--set",
             dest="overrides",
@@ -281,8 +291,38 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: a new one)"
         )
+    _add_simulation_options(simulate)
     _add_server_options(add("serve", _serve, "serve a model folder in SGLang's wire format, on a CPU or one GPU"))
     return parser
+
+
+def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
+    """Numbers stay text here: ``options.py`` reads them, so that its errors name the key and what is allowed."""
+    add = parser.add_argument
+    add("--from", dest="run_directory", type=Path, metavar="DIR", help="replay a finished run, from its events.jsonl")
+    for flag, metavar, text in (
+        ("--max-staleness", "N,..", "bounds to compare (this and the next three: a grid; default: around the recipe)"),
+        ("--admit-ahead", "N,..", "future batches admitted"),
+        ("--concurrency", "N,..", "active trajectories"),
+        ("--oversample", "X,..", "oversample factors"),
+        ("--turns", "N", "turns of a trajectory (default: budget.max_turns)"),
+        ("--turn-tokens", "MEAN[:SIGMA]", "sampled tokens of a turn, log-normal (a quarter of the turn's budget, 0.8)"),
+        ("--seconds-per-token", "ALONE[:EACH]", "of a request alone, and more for each other in flight (0.02:0.0002)"),
+        ("--tool-seconds", "MEAN[:SIGMA]", "the environment's answer between turns, log-normal (1:1)"),
+        ("--train-seconds", "X", "training a batch (as long as sampling its tokens takes)"),
+        ("--publish-seconds", "X", "making a version live (a tenth of the training)"),
+        ("--steps", "N", "steady steps of each point (default: as many as take some 10 seconds in all)"),
+        ("--seed", "N", "of every random choice (0)"),
+    ):
+        add(flag, metavar=metavar, help=text)
+    picture = parser.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--picture",
+        type=Path,
+        metavar="PATH",
+        help="svg or png (default: FOLDER-simulation.svg, of the recipe's folder)",
+    )
+    picture.add_argument("--no-picture", action="store_true", help="draw none")
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:

@@ -177,7 +177,8 @@ class RolloutEngine:
     async def opened(self, events: Events | None = None) -> AsyncGenerator[EngineSession, None]:
         """Bring up the policy with version 0 published."""
         events = events or Events()
-        require_open_files(self.schedule.sample_requests)
+        if self.policy.opens_connections:
+            require_open_files(self.schedule.sample_requests)
         async with self.policy.opened(events) as policy:
             renderer = await self._open_renderer(policy.learner.model_path)
             clock = PolicyClock()

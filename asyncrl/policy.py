@@ -73,6 +73,11 @@ class Policy:
         self._in_use = False
 
     @property
+    def opens_connections(self) -> bool:
+        """True if each sampling request has a connection of its own."""
+        return self._sampler is None or isinstance(self._sampler, SGLang)
+
+    @property
     def pins_versions(self) -> bool:
         """True if a trajectory can keep its version while newer ones are published."""
         return self.learner.lora_rank is not None if self._publisher is None else self._publisher.pins_versions

@@ -313,7 +313,7 @@ def test_the_demo_is_found_and_its_recipe_is_right(case: _Case) -> None:
     assert recipe.path.parts[-3:] == ("envs", "guess_number", "recipe.toml")
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["serve"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["serve"], ["simulate"]])
 def test_a_wrong_command_line_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """As argparse does it."""
     with pytest.raises(SystemExit) as raised:

@@ -48,6 +48,7 @@ LAYERS = {
     "asyncrl.tables": 5,
     "asyncrl.config": 5,
     "asyncrl.compose": 5,
+    "asyncrl.simulation": 5,
     "asyncrl.cli": 5,
     "asyncrl.__main__": 5,
 }

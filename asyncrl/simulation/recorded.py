@@ -1,0 +1,200 @@
+"""A finished run's ``events.jsonl`` as a workload, and what the run itself achieved.
+
+The file is read line by line. Unknown events and fields are ignored, and so is a last line that was cut short. Failed
+attempts are left out of the scripts, but their requests count as load. Costs are those after the first steps, in which
+everything is cold and an evaluation runs beside.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from asyncrl.errors import ConfigError
+from asyncrl.simulation.cost import Array, Cost, InFlight, LoadModel, fit_cost, fit_load
+from asyncrl.simulation.steady import StepEnd, around_steady, steady_steps
+from asyncrl.simulation.transcripts import EventFields, Transcripts
+from asyncrl.simulation.workload import Workload
+
+__all__ = ["Recording", "read_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a run's events say."""
+
+    workload: Workload
+    steps: tuple[StepEnd, ...]
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    """The largest of the run."""
+
+
+def read_run(directory: Path) -> Recording:
+    """Read ``directory/events.jsonl``. Raises ``ConfigError`` if it is missing, unreadable or without a whole step."""
+    path = directory / "events.jsonl"
+    reader = _Reader()
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                number += 1
+                if line.endswith(b"\n"):
+                    reader.read(orjson.loads(line))
+    except OSError as error:
+        raise ConfigError(f"--from is {str(directory)!r}, but {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--from: line {number} of {path} is no event of a run: {error!r}") from error
+    if not reader.steps:
+        raise ConfigError(f"--from is {str(directory)!r}, but the run finished no step")
+    recording = reader.recording()
+    if not recording.workload.groups:
+        raise ConfigError(f"--from is {str(directory)!r}, but the run finished no group")
+    return recording
+
+
+class _Intervals:
+    """Owns when something was done, and of which sizes."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = tuple(array("d") for _ in range(2 + columns))
+
+    def add(self, started: float, ended: float, *sizes: float) -> None:
+        """Once more."""
+        for column, value in zip(self._columns, (started, ended, *sizes), strict=True):
+            column.append(value)
+
+    def since(self, time: float) -> tuple[Array, Array, Array]:
+        """Starts (N,), ends (N,) and sizes (N, K) of those that began at ``time`` or later."""
+        table = np.array(self._columns, dtype=np.float64)
+        started, ended, *sizes = table[:, (table[0] >= time) & (table[1] > table[0])]
+        return started, ended, np.stack(sizes, axis=1)
+
+
+class _Reader:
+    """Owns what was read so far. One method for each event that matters."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEnd] = []
+        self._transcripts = Transcripts()
+        # Sizes: 1, tokens, uncached tokens; 1, sequences, tokens; for the others 1.
+        self._requests = _Intervals(3)
+        self._passes = _Intervals(3)
+        self._optimizer, self._staging, self._publication = _Intervals(1), _Intervals(1), _Intervals(1)
+        self._admitted: dict[int, float] = {}
+        self._reset_s = np.inf
+        self._max_staleness = 0
+        self._batches: defaultdict[int, int] = defaultdict(int)
+        self._taken: float | None = None
+        self._committed: float | None = None
+        self._handlers: dict[str, Callable[[EventFields], None]] = {
+            "group_admitted": self._group_admitted,
+            "group_born": self._group_born,
+            "segment_sampled": self._segment_sampled,
+            "tool_called": self._transcripts.tool_called,
+            "member_failed": self._transcripts.member_failed,
+            "member_finished": self._transcripts.member_ended,
+            "member_discarded": self._transcripts.member_ended,
+            "group_finished": self._transcripts.group_finished,
+            "batch_taken": self._batch_taken,
+            "chunk_trained": self._chunk_trained,
+            "learner_stepped": self._learner_stepped,
+            "version_published": self._version_published,
+            "evaluation_finished": self._evaluation_finished,
+            "step_finished": self._step_finished,
+        }
+
+    def read(self, event: EventFields) -> None:
+        """Take note of one event."""
+        handler = self._handlers.get(event["event"])
+        if handler is not None:
+            handler(event)
+
+    def recording(self) -> Recording:
+        """The whole run."""
+        scripts = self._transcripts.groups()
+        groups = list(scripts.values())
+        size = max(self._batches.values(), default=0)
+        before, after = around_steady(self._max_staleness)
+        steady = steady_steps(len(self.steps), self._max_staleness)
+        warm = self.steps[steady[0] - 1].time if steady else -np.inf
+        started, ended, _ = self._requests.since(-np.inf)
+        in_flight = InFlight(started, ended)
+        return Recording(
+            workload=Workload(
+                groups=groups,
+                sampling=_load(self._requests, in_flight, warm),
+                training=_cost(self._passes, in_flight, warm),
+                optimizer=_cost(self._optimizer, in_flight, warm),
+                staging=_cost(self._staging, in_flight, warm),
+                publication=_load(self._publication, in_flight, warm),
+                reset_s=self._reset_s if np.isfinite(self._reset_s) else 0.0,
+                margins=(
+                    sum(index < before * size for index in scripts),
+                    sum(index >= (len(self.steps) - after) * size for index in scripts),
+                ),
+            ),
+            steps=tuple(self.steps),
+            max_staleness=self._max_staleness,
+            groups_per_step=size,
+            group_size=max((len(group.members) for group in groups), default=0),
+        )
+
+    def _group_admitted(self, event: EventFields) -> None:
+        self._admitted[event["group"]] = event["time"]
+
+    def _group_born(self, event: EventFields) -> None:
+        self._max_staleness = max(self._max_staleness, event["due"] - event["version"])
+        admitted = self._admitted.pop(event["group"], None)
+        if admitted is not None:
+            # Of all groups the one that waited the least for a slot.
+            self._reset_s = min(self._reset_s, event["time"] - admitted)
+
+    def _segment_sampled(self, event: EventFields) -> None:
+        uncached = event["prompt_tokens"] - event["cached_tokens"]
+        self._requests.add(event["time"] - event["seconds"], event["time"], 1, event["tokens"], uncached)
+        self._transcripts.segment_sampled(event)
+
+    def _batch_taken(self, event: EventFields) -> None:
+        self._batches[event["n"]] += len(event["groups"])
+        self._taken = event["time"]
+
+    def _chunk_trained(self, event: EventFields) -> None:
+        # From the taking of the batch, so that making sequences of it counts.
+        started = event["time"] - event["seconds"] if self._taken is None else self._taken
+        self._passes.add(started, event["time"], 1, event["sequences"], event["tokens"])
+
+    def _learner_stepped(self, event: EventFields) -> None:
+        self._optimizer.add(event["time"] - event["seconds"], event["time"], 1)
+        self._committed = event["time"]
+
+    def _version_published(self, event: EventFields) -> None:
+        self._publication.add(event["time"] - event["seconds"], event["time"], 1)
+
+    def _evaluation_finished(self, event: EventFields) -> None:
+        # Staging ended before it, but nothing says when.
+        self._committed = None
+
+    def _step_finished(self, event: EventFields) -> None:
+        if self._committed is not None:
+            self._staging.add(self._committed, event["time"], 1)
+        evaluation_s = event.get("metrics", {}).get("evaluation/seconds") or 0.0
+        self.steps.append(StepEnd(time=event["time"], evaluation_s=evaluation_s))
+        self._taken = self._committed = None
+
+
+def _cost(intervals: _Intervals, in_flight: InFlight, since: float) -> Cost:
+    started, ended, sizes = intervals.since(since)
+    return fit_cost(sizes, ended - started, busy=in_flight.busy(started, ended))
+
+
+def _load(intervals: _Intervals, in_flight: InFlight, since: float) -> LoadModel:
+    started, ended, sizes = intervals.since(since)
+    return fit_load(sizes, ended - started, in_flight.mean(started, ended))

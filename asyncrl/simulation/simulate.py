@@ -1,0 +1,191 @@
+"""One simulated run: the real engine and trainer on a virtual clock, with a policy that only takes time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, get_args
+
+from asyncrl.config import Recipe
+from asyncrl.engine import RolloutEngine
+from asyncrl.errors import ConfigError
+from asyncrl.events import Event, Events, StepFinished
+from asyncrl.learning.losses import loss_from
+from asyncrl.policy import Policy
+from asyncrl.simulation.grid import Point
+from asyncrl.simulation.parts import SimulatedLearner, SimulatedPublisher, SimulatedSampler
+from asyncrl.simulation.playback import CountingRenderer, Playback, ScriptedEnv
+from asyncrl.simulation.steady import StepEnd, around_steady, steady_steps, steps_per_hour
+from asyncrl.simulation.workload import GroupScript, Workload
+from asyncrl.testing.clock import run_virtual
+from asyncrl.trainer import AsyncTrainer
+from asyncrl.trainerstep import Phase
+from asyncrl.types import SpanKind, Step
+
+__all__ = ["Outcome", "Simulation", "total_steps"]
+
+Ages: TypeAlias = Counter[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a point achieves in its steady state."""
+
+    point: Point
+    steps: int
+    """That were counted."""
+    steps_per_hour: float
+    shares: dict[Phase, float]
+    """Of the trainer's time; they sum to 1."""
+    age_mean: float
+    """Of trained tokens, in versions."""
+    age_p99: int
+    tokens_per_second: float
+    """Trained, prompts not counted."""
+
+    @property
+    def training_share(self) -> float:
+        """Part of the time in which the trainer works."""
+        return self.shares["forward_backward"] + self.shares["optimizer"]
+
+
+def total_steps(steps: int, max_staleness: int) -> int:
+    """How long a run must be for ``steps`` steady ones."""
+    return steps + sum(around_steady(max_staleness))
+
+
+class Simulation:
+    """A run that is ready to start. Making it raises ``ConfigError`` for what the engine or the trainer refuses."""
+
+    def __init__(self, recipe: Recipe, point: Point, workload: Workload, *, steps: int, seed: int) -> None:
+        self.point = point
+        self._total = total_steps(steps, point.max_staleness)
+        before, after = around_steady(point.max_staleness)
+        size = recipe.trainer.groups_per_step
+        self._rows = workload.rows(before=before * size, counted=steps * size, after=after * size)
+        self._trainer = _trainer(recipe, point, workload, self._rows, seed)
+        self._log = _StepLog()
+        self.events.subscribe(self._log.observe)
+
+    @property
+    def events(self) -> Events:
+        """What happens in the run, as in a real one."""
+        return self._trainer.events
+
+    def run(self) -> Outcome:
+        """Simulate, once."""
+        run_virtual(self._run)
+        return self._log.outcome(self.point)
+
+    async def _run(self) -> None:
+        async for step in self._trainer.run(self._rows, steps=self._total):
+            self._log.add_ages(step)
+
+
+@dataclass(slots=True)
+class _StepLog:
+    """Collects what the outcome is made of."""
+
+    finished: list[StepFinished] = field(default_factory=list)
+    ages: list[Ages] = field(default_factory=list)
+    _version: int = 0
+    # Committed before the step.
+
+    def observe(self, event: Event) -> None:
+        """Keep the ends of steps."""
+        if isinstance(event, StepFinished):
+            self.finished.append(event)
+
+    def add_ages(self, step: Step) -> None:
+        """Trained tokens by their age."""
+        ages: Ages = Counter()
+        for member in step.trajectories:
+            for span in member.spans:
+                if span.kind is SpanKind.GENERATED and span.version is not None:
+                    ages[self._version - span.version] += len(span.tokens)
+        self.ages.append(ages)
+        self._version = step.model_step
+
+    def outcome(self, point: Point) -> Outcome:
+        """Of the steady steps. Raises ``ConfigError`` if no time passed."""
+        counted = steady_steps(len(self.finished), point.max_staleness)
+        seconds = {
+            phase: sum(self.finished[i].metrics[f"train/{phase}_seconds"] for i in counted) for phase in get_args(Phase)
+        }
+        total = sum(seconds.values())
+        rate = steps_per_hour([StepEnd(time=event.time) for event in self.finished], point.max_staleness)
+        if rate is None or not total > 0:
+            raise ConfigError("nothing in this workload takes time, so that there is no rate to tell")
+        ages: Ages = Counter()
+        for i in counted:
+            ages.update(self.ages[i])
+        return Outcome(
+            point=point,
+            steps=len(counted),
+            steps_per_hour=rate,
+            shares={phase: spent / total for phase, spent in seconds.items()},
+            age_mean=sum(age * tokens for age, tokens in ages.items()) / max(1, ages.total()),
+            age_p99=_percentile(ages, 0.99),
+            tokens_per_second=ages.total() / total,
+        )
+
+
+def _percentile(ages: Ages, part: float) -> int:
+    """The smallest age that at least ``part`` of the tokens do not exceed."""
+    left = part * ages.total()
+    for age in sorted(ages):
+        left -= ages[age]
+        if left <= 0:
+            return age
+    return 0
+
+
+def _trainer(recipe: Recipe, point: Point, workload: Workload, rows: Sequence[GroupScript], seed: int) -> AsyncTrainer:
+    playback = Playback(rows)
+    lora = recipe.model.lora
+    sampler = SimulatedSampler(playback, workload.sampling, source=random.Random(seed))
+    station, rank = sampler.station, None if lora is None else lora.r
+    lead, _ = around_steady(point.max_staleness)
+    policy = Policy(
+        SimulatedLearner(workload, station, random.Random(seed + 1), lora_rank=rank, lead=lead),
+        sampler=sampler,
+        publisher=SimulatedPublisher(
+            workload, station, random.Random(seed + 2), pins_versions=lora is not None, lead=lead
+        ),
+    )
+    rollout, trainer = recipe.rollout, recipe.trainer
+    engine = RolloutEngine(
+        policy,
+        env=ScriptedEnv(playback, reset_s=workload.reset_s),
+        budget=recipe.budget,
+        schedule=point.schedule(recipe),
+        sampling_policy=rollout.sampling_policy,
+        kv_cache=rollout.kv_cache,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=seed,
+        renderer=CountingRenderer(),
+        # A script may wait as long as it likes.
+        environment_timeout=float("inf"),
+    )
+    overlap = trainer.forward_backward_batch
+    return AsyncTrainer(
+        engine=engine,
+        groups_per_step=trainer.groups_per_step,
+        optimizer=recipe.optimizer,
+        group_size=trainer.group_size,
+        max_staleness=point.max_staleness,
+        advantage=recipe.advantage,
+        completion=recipe.completion,
+        loss=loss_from(trainer.loss, **recipe.loss),
+        normalize=trainer.normalize,
+        stale_policy=trainer.stale_policy,
+        batch_order=trainer.batch_order,
+        truncation=recipe.truncation,
+        forward_backward_batch=None if overlap == "off" else overlap,
+        allow_trajectory_loss=trainer.allow_trajectory_loss,
+        allow_unbounded_staleness=trainer.allow_unbounded_staleness,
+    )
