@@ -5,8 +5,6 @@ from __future__ import annotations
 import anyio
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
@@ -139,44 +137,3 @@ async def test_chunks_leave_when_a_threshold_is_reached() -> None:
     books.ready(3)
     by_tokens = ForwardBackwardBatch(min_sequences=1000, min_tokens=10)
     assert _indices(await books.batches.take_chunk(9, by_tokens)) == [3]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_random_runs_keep_every_age_and_never_get_stuck(data: st.DataObject) -> None:
-    """Births, ends, commits and lagging publications in any order: ages stay in 0..S, and something can move."""
-    groups_per_step = data.draw(st.integers(1, 3))
-    max_staleness = data.draw(st.integers(0, 3))
-    books = _Books(groups_per_step, max_staleness)
-    queue: list[int] = []
-    running: dict[int, int] = {}
-    born: dict[int, int] = {}
-    unpublished: list[int] = []
-    for _ in range(60):
-        while (group := books.admission.admit_nowait()) is not None:
-            queue.append(group)
-        batch = books.batches.take_nowait(groups_per_step) if data.draw(st.booleans()) else None
-        if batch is not None:
-            for taken in batch:
-                assert 0 <= books.clock.committed - born[taken.index] <= max_staleness
-            books.admission.settle(books.clock.commit())
-            unpublished.append(books.clock.committed)
-            continue
-        moves = ["birth"] * bool(queue) + ["end"] * bool(running) + ["publish"] * bool(unpublished)
-        if not moves:
-            assert books.batches.take_nowait(groups_per_step) is not None
-            books.admission.settle(None)
-            continue
-        move = data.draw(st.sampled_from(moves))
-        if move == "birth":
-            group = queue.pop(0)
-            born[group] = running[group] = books.clock.published
-            books.admission.birth(group, books.clock.published)
-        elif move == "end":
-            group = data.draw(st.sampled_from(sorted(running)))
-            del running[group]
-            books.ready(group)
-        else:
-            version = unpublished.pop(0)
-            books.clock.publish(version)
-            books.admission.published(version)

@@ -1,0 +1,214 @@
+"""The barrier against brute force, in every state that random runs of its owners reach.
+
+P groups a step, S the bound, v the committed version, as in ``staleness.py``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.scheduling.admission import Admission
+from asyncrl.scheduling.batches import Batches
+from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.rules import BatchOrder, Schedule
+from asyncrl.types import Group
+from tests.scheduling.bruteforce import openings, trainable
+
+_SCHEDULES = st.builds(Schedule, admit_ahead=st.integers(0, 3), oversample_factor=st.sampled_from([1.0, 1.3, 2.0]))
+
+
+class _Owners:
+    """Admission, clock and batches, moved as a run would move them, beside books of our own."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int, order: BatchOrder, schedule: Schedule) -> None:
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.order = order
+        self.slots = schedule.slots(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.admission = Admission(slots=self.slots, max_staleness=max_staleness)
+        self.clock = PolicyClock()
+        self.batches = Batches(admission=self.admission, clock=self.clock, groups_per_step=groups_per_step, order=order)
+        self.unborn: list[int] = []
+        self.running: dict[int, int] = {}
+        self.ready: dict[int, int] = {}
+        # Group -> due step.
+        self.training = False
+        self.unpublished: list[int] = []
+
+    @property
+    def outstanding(self) -> int:
+        """Groups admitted and not taken."""
+        return len(self.unborn) + len(self.running) + len(self.ready)
+
+    @property
+    def held(self) -> int:
+        """Slots in use: outstanding groups, the batch under way, batches whose version is not published."""
+        return self.outstanding + (self.training + len(self.unpublished)) * self.groups_per_step
+
+    @property
+    def _quick(self) -> list[int]:
+        """Running groups that are not among the slow third."""
+        return [group for group in self.running if group % 3]
+
+    def moves(self) -> list[str]:
+        """What can happen now."""
+        possible = {
+            "birth": self.unborn,
+            "end": self._quick,
+            "end slow": self.running.keys() - self._quick,
+            "take": len(self.ready) >= self.groups_per_step and not self.training,
+            "commit": self.training,
+            "settle without a version": self.training,
+            "publish": self.unpublished,
+        }
+        return [name for name, able in possible.items() if able]
+
+    def move(self, name: str, draw: random.Random) -> None:
+        """Let one of them happen; admission follows at once, as in a run."""
+        match name:
+            case "birth":
+                self.birth(draw.choice(self.unborn))
+            case "end":
+                self.end(draw.choice(self._quick))
+            case "end slow":
+                self.end(draw.choice(sorted(self.running.keys() - self._quick)))
+            case "take":
+                self.take()
+            case "commit" | "settle without a version":
+                self.settle(signal=name == "commit")
+            case "publish":
+                self.publish()
+        self.admit()
+
+    def admit(self) -> None:
+        """As many as there are slots."""
+        while (group := self.admission.admit_nowait()) is not None:
+            self.unborn.append(group)
+        assert self.held == self.slots
+
+    def birth(self, group: int) -> None:
+        """Under the published version, however far that lags."""
+        self.unborn.remove(group)
+        due = self.admission.birth(group, self.clock.published)
+        assert due == self.clock.published + self.max_staleness
+        self.running[group] = due
+
+    def end(self, group: int) -> None:
+        """All members have ended."""
+        self.ready[group] = self.running.pop(group)
+        self.batches.put(Group(index=group, row=None, members_G=[], seconds=0.0))
+
+    def take(self) -> None:
+        """The trainer looks: the barrier is open exactly if some batch may go, and what goes is such a batch."""
+        allowed = self.allowed()
+        batch = self.batches.take_nowait(self.groups_per_step)
+        assert (batch is not None) == bool(allowed)
+        if batch is None:
+            return
+        dues = [self.ready.pop(group.index) for group in batch]
+        assert tuple(sorted(dues)) in allowed
+        for due in dues:
+            assert 0 <= self.clock.committed - (due - self.max_staleness) <= self.max_staleness
+        self.training = True
+
+    def settle(self, *, signal: bool) -> None:
+        """The batch makes a version, or has no gradient."""
+        self.training = False
+        version = self.clock.commit() if signal else None
+        self.admission.settle(version)
+        if version is not None:
+            self.unpublished.append(version)
+
+    def publish(self) -> None:
+        """The oldest version that waits for it."""
+        version = self.unpublished.pop(0)
+        self.clock.publish(version)
+        self.admission.published(version)
+
+    def allowed(self) -> set[tuple[int, ...]]:
+        """The due steps of each batch that may go. In admission order there is one candidate: the P oldest."""
+        ready, rest = self.ready, dict(self.running)
+        if self.order == "admission":
+            oldest = sorted([*self.unborn, *self.running, *self.ready])[: self.groups_per_step]
+            ready = {group: self.ready[group] for group in oldest if group in self.ready}
+            rest |= {group: due for group, due in self.ready.items() if group not in ready}
+        return openings(
+            ready.values(), list(rest.values()), version=self.clock.committed, groups_per_step=self.groups_per_step
+        )
+
+    def check(self) -> None:
+        """What must hold after every move."""
+        dues = [*self.running.values(), *self.ready.values()]
+        assert self.admission.outstanding == self.outstanding
+        assert self.admission.held == self.held <= self.slots
+        assert Counter(self.admission.due_counts) == Counter(dues)
+        assert self.batches.ready == len(self.ready)
+        upcoming = self.clock.committed + self.training
+        assert trainable(dues, version=upcoming, groups_per_step=self.groups_per_step)
+        if self.training:
+            return
+        allowed = self.allowed()
+        if self.order == "completion":
+            assert bool(allowed) == self._open_by_counts(dues)
+        if not allowed:
+            assert self.batches.take_nowait(self.groups_per_step) is None
+
+    def _open_by_counts(self, dues: list[int]) -> bool:
+        """The form in O(S): with N_j groups due by v + j a batch must hold need_j = max(0, N_j - j P) of them."""
+        for j in range(self.max_staleness + 1):
+            last = self.clock.committed + j
+            need = max(0, sum(due <= last for due in dues) - j * self.groups_per_step)
+            if min(self.groups_per_step, sum(due <= last for due in self.ready.values())) < need:
+                return False
+        return len(self.ready) >= self.groups_per_step
+
+    def end_all(self) -> None:
+        """Every running group ends, the youngest first; then the barrier must open, if only it has a batch."""
+        for group in sorted(self.running, reverse=True):
+            self.end(group)
+        reachable = set(self.ready)
+        if self.order == "admission":
+            reachable &= set(sorted([*self.unborn, *self.ready])[: self.groups_per_step])
+        assert bool(self.allowed()) == (len(reachable) >= self.groups_per_step)
+
+
+@pytest.mark.parametrize("order", ["completion", "admission"])
+@pytest.mark.parametrize("groups_per_step", [1, 2, 3, 4])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+@settings(max_examples=20, deadline=None)
+@given(_SCHEDULES, st.integers(0, 2**32))
+def test_the_barrier_opens_exactly_when_some_batch_may_go(
+    max_staleness: int, groups_per_step: int, order: BatchOrder, schedule: Schedule, seed: int
+) -> None:
+    """Births at lagging versions, ends, commits, publications in any order; every ready subset is tried in each state.
+
+    In the end, and so from any state, the run goes on: whenever all running groups have ended the barrier opens.
+    """
+    owners = _Owners(groups_per_step, max_staleness, order, schedule)
+    owners.admit()
+    draw = random.Random(seed)
+    # Some walks hardly publish, some train whatever there is at once, some have everything born long before.
+    weights = defaultdict(lambda: draw.choice([1, 5, 25]), {"settle without a version": 1, "end slow": 0.2})
+    weights["publish"] = draw.choice([0.1, 1, 10])
+    for _ in range(80):
+        moves = owners.moves()
+        owners.move(draw.choices(moves, [weights[name] for name in moves])[0], draw)
+        owners.check()
+    if owners.training:
+        owners.settle(signal=True)
+    owners.end_all()
+    for _ in range(max_staleness + 2):
+        while owners.unpublished:
+            owners.publish()
+        owners.admit()
+        for group in list(owners.unborn):
+            owners.birth(group)
+        owners.end_all()
+        owners.take()
+        assert owners.training
+        owners.settle(signal=True)
