@@ -1,7 +1,8 @@
 """Lifecycle events: the one stream that logs, metrics, the timeline and tests read.
 
 What happened is reported once, as a typed value with the loop time at which it happened. Observers are plain
-functions called at once, in order; they must be quick and must not raise.
+functions called at once, in order; they must be quick, must not raise and must not change what they are given. (Events
+are not frozen: each segment brings several, and a frozen dataclass takes three times as long to make.)
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Event:
     """Something happened at loop time ``time`` (seconds)."""
 
     time: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupAdmitted(Event):
     """A group got its reservation; it has no age yet."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupBorn(Event):
     """A group's first segment was dispatched under ``version``; it must be trained by version ``due``."""
 
@@ -59,7 +60,7 @@ class GroupBorn(Event):
     due: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SegmentSampled(Event):
     """A sampling request was answered."""
 
@@ -78,7 +79,7 @@ class SegmentSampled(Event):
     """The limit on KV age moved the trajectory to newer weights, and its whole prefix was computed again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ToolCalled(Event):
     """A turn's environment call (its tools included) ended."""
 
@@ -89,7 +90,7 @@ class ToolCalled(Event):
     errors: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MemberFinished(Event):
     """A trajectory got its reward."""
 
@@ -101,7 +102,7 @@ class MemberFinished(Event):
     truncated: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MemberFailed(Event):
     """A trajectory ended without a reward; ``attempt`` counts from 1."""
 
@@ -112,7 +113,7 @@ class MemberFailed(Event):
     generated_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DeadlinePassed(Event):
     """A member wanted more tokens than stragglers may have: ``finished`` members were done, ``stragglers`` were not."""
 
@@ -121,7 +122,7 @@ class DeadlinePassed(Event):
     stragglers: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MemberDiscarded(Event):
     """The group's deadline ended a trajectory that will not be trained."""
 
@@ -130,7 +131,7 @@ class MemberDiscarded(Event):
     generated_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupFinished(Event):
     """All members of a group ended."""
 
@@ -139,14 +140,14 @@ class GroupFinished(Event):
     closed_by_deadline: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BarrierOpened(Event):
     """Enough groups were ready for a batch, but the trainer had to wait for one that was due."""
 
     wait: BarrierWait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BatchTaken(Event):
     """The trainer took these groups (or the first chunk of them) to train at ``version``."""
 
@@ -155,7 +156,7 @@ class BatchTaken(Event):
     groups: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChunkTrained(Event):
     """A forward-backward pass ended."""
 
@@ -165,7 +166,7 @@ class ChunkTrained(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LearnerStepped(Event):
     """The optimizer step ended."""
 
@@ -173,14 +174,14 @@ class LearnerStepped(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class VersionCommitted(Event):
     """The learner's parameters are now policy ``version``."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class VersionPublished(Event):
     """Every server holds policy ``version``."""
 
@@ -190,7 +191,7 @@ class VersionPublished(Event):
     """Largest absolute difference between the server's and the learner's log-probabilities of the probe prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EvaluationFinished(Event):
     """An evaluation of policy ``version`` ended."""
 
@@ -198,7 +199,7 @@ class EvaluationFinished(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepFinished(Event):
     """A trainer step ended."""
 
@@ -207,7 +208,7 @@ class StepFinished(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Notice(Event):
     """Something that a person should know; ``name`` is snake_case, the rest are keys."""
 

@@ -91,8 +91,9 @@ class TrainerStep:
         """
         try:
             if not self._admission.outstanding:
-                # Nothing can be sampled before a publication frees slots.
-                await self._session.clock.wait_published(self.version)
+                # Nothing can be sampled before the next publication frees slots.
+                clock = self._session.clock
+                await clock.wait_published(min(clock.published + 1, self.version))
                 self.times.end("publication")
             await self._forward_backward(size)
             if not self.assembly.has_gradient:

@@ -3,6 +3,8 @@
 Tokens are the truth and messages only a view of them. A generated token keeps the id and the log-probability
 that the server sent, and the policy version that sampled it; nothing here re-tokenises, pads or invents.
 
+Segments and spans are values too, though not frozen: they are made for every request, and freezing triples that cost.
+
 Suffixes for ragged lists and arrays: ``_G`` members of a group, ``_B`` sequences, ``_T`` tokens, ``_V`` vocabulary.
 """
 
@@ -87,7 +89,7 @@ class DropReason(StrEnum):
     """The run ended while the group was outstanding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class VersionSpan:
     """Tokens ``start <= i < end`` of a segment were sampled by policy ``version``."""
 
@@ -96,7 +98,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Segment:
     """What one sampling request returned.
 
@@ -129,7 +131,7 @@ class Segment:
             raise ValueError(f"version spans {self.versions} do not cover {len(self.tokens)} tokens")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Span:
     """A run of tokens of one kind and, if generated, of one policy version."""
 

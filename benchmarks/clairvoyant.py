@@ -26,7 +26,7 @@ other i - uP groups had c active trajectories: (i - uP) * G >= c. If nobody ever
 **By due steps.** So group i is due by b_i + S in every schedule. Let C_j be the number of groups with
 b_i + S <= n - 1 + j. All of them are in batches 1 .. n + j. At most jP of them are in batches n + 1 .. n + j, so at
 least C_j - jP of them are in the first n batches, and R_n is at least the (C_j - jP)-th smallest f_i among them. For
-j <= S they have k(i) < n.
+j < S they have k(i) < n; for larger j the bound by count is at least as good, because W <= (1 + S) * P.
 
 Without a queue the bound is the optimum, and not only a bound, in every case that was tried:
 ``tests/benchmarks/test_clairvoyant.py`` goes through all schedules of small traces.
@@ -126,7 +126,7 @@ def _earliest_ready(trace: Trace, n: int, finished: Sequence[float]) -> float:
     """The bound on R_n; ``finished`` has the groups with k(i) < n."""
     wanted = [(len(finished), n * trace.groups_per_step)]
     # (C, m): at least m of the first C groups are in the first n batches. The first is the bound by count.
-    for ahead in range(trace.max_staleness + 1):
+    for ahead in range(trace.max_staleness):
         newest = n - 1 + ahead - trace.max_staleness
         due = sum(trace.newest_birth(group) <= newest for group in range(len(finished)))
         wanted.append((due, due - ahead * trace.groups_per_step))

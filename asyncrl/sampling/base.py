@@ -11,9 +11,9 @@ from asyncrl.types import IntArray, Segment
 __all__ = ["Sampler", "SegmentRequest"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SegmentRequest:
-    """One sampling request: exact ids in, at most ``max_new_tokens`` ids out."""
+    """One sampling request: exact ids in, at most ``max_new_tokens`` ids out. Not to be changed, but quick to make."""
 
     trajectory_id: str
     """Sticky routing: requests of one trajectory go to the server that holds its prefix."""
