@@ -242,12 +242,16 @@ class Trajectory:
 
     def tokens(self) -> IntArray:
         """(context_tokens,) the whole conversation."""
+        if len(self.spans) == 1:
+            return self.spans[0].tokens
         if not self.spans:
             return np.empty(0, dtype=np.int32)
         return np.concatenate([span.tokens for span in self.spans])
 
     def turn_ids(self) -> IntArray:
         """(turn_tokens,) the ids generated in the current turn, over all of its segments."""
+        if self.spans and len(self.spans[-1].tokens) == self.turn_tokens:
+            return self.spans[-1].tokens  # a turn of one segment, as most are
         return self.tokens()[self.context_tokens - self.turn_tokens :]
 
     def add_metric(self, key: str, value: float) -> None:
