@@ -29,7 +29,7 @@ class LoopLag:
 
     async def run(self) -> None:
         """Measure until cancelled; return at once on a loop whose time is virtual."""
-        if getattr(asyncio.get_running_loop(), "virtual", False):
+        if _is_virtual():
             return
         while True:
             expected = anyio.current_time() + _INTERVAL_S
@@ -58,13 +58,19 @@ def settled_heap() -> Iterator[None]:
     """Spare the block's garbage collections what exists already.
 
     Half a million objects of torch and of the model's code live as long as the run; a full collection that looks at
-    them again holds the loop for tenths of a second. If the program froze its heap itself, nothing is changed.
+    them again holds the loop for tenths of a second. If the program froze its heap itself, nothing is changed; on a
+    virtual clock there is nothing to hold.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() or _is_virtual():
         yield
         return
+    gc.collect()  # else garbage would be kept too
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+
+
+def _is_virtual() -> bool:
+    return getattr(asyncio.get_running_loop(), "virtual", False)

@@ -81,7 +81,7 @@ def _bytes(text: str) -> IntArray:
 class ScriptedSampler:
     """Answers after ``seconds(request)`` with ``tokens(request)``; a turn always ends.
 
-    ``requests`` and ``segments`` are what was asked and served, in order; ``started`` is the time of each dispatch.
+    ``requests`` and ``segments`` are what was asked and served, in order.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import anyio
 import pytest
@@ -42,7 +43,7 @@ async def test_a_callback_that_holds_the_loop_is_seen(monkeypatch: pytest.Monkey
     assert lag.take()["loop/lag_max_seconds"] == pytest.approx(0.25)
 
 
-def test_what_exists_is_not_collected_again_during_a_run() -> None:
+async def test_what_exists_is_not_collected_again_during_a_run() -> None:
     """And it is afterwards; a heap that somebody else froze stays as it is."""
     gc.unfreeze()
     with settled_heap():
@@ -51,3 +52,22 @@ def test_what_exists_is_not_collected_again_during_a_run() -> None:
             pass
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
+
+
+async def test_garbage_is_not_frozen() -> None:
+    """A cycle that is no longer used is gone when the block begins."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.self = self
+
+    gone = weakref.ref(Cycle())
+    with settled_heap():
+        assert gone() is None
+
+
+@pytest.mark.virtual_clock
+async def test_on_a_virtual_clock_the_heap_is_left_alone() -> None:
+    """Thousands of short runs would each pay for a full collection."""
+    with settled_heap():
+        assert gc.get_freeze_count() == 0
