@@ -54,6 +54,8 @@ def assert_versions(run: Run, books: Books) -> None:
     for group, born in books.born.items():
         assert (born.time, born.version) == (first[group].time, first[group].version)
         assert born.due == born.version + run.shape.max_staleness
+    births = [books.born[group].time for group in sorted(books.born)]
+    assert births == sorted(births), "slots and requests go to the oldest group first"
     for step in run.steps:
         for traj in step.trajectories:
             versions = [span.version for span in traj.spans if span.version is not None]
