@@ -21,7 +21,7 @@ from asyncrl.types import Message, Row, Step, Trajectory, TruncationCause
 from tests.scheduling.books import Books, watched
 from tests.scheduling.truth import NumberRenderer, TrueLearner, TruePublisher, TrueSampler
 
-__all__ = ["NEWEST", "Chat", "Run", "Shape", "drawn"]
+__all__ = ["NEWEST", "Run", "Shape", "drawn"]
 
 T = TypeVar("T")
 

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.scheduling.staleness import feasible
-
-
-@cache
-def _trainable(dues: tuple[int, ...], version: int, groups_per_step: int) -> bool:
-    """Brute force: some choice of batches trains every group no later than its due step."""
-    if not dues:
-        return True
-    if min(dues) < version:
-        return False
-    if len(dues) <= groups_per_step:
-        return True
-    return any(_trainable(rest, version + 1, groups_per_step) for rest in _rests(tuple(sorted(dues)), groups_per_step))
-
-
-def _rests(dues: tuple[int, ...], take: int) -> set[tuple[int, ...]]:
-    if take == 0:
-        return {dues}
-    return {rest for i in range(len(dues)) for rest in _rests(dues[:i] + dues[i + 1 :], take - 1)}
+from tests.scheduling.bruteforce import trainable
 
 
 @settings(max_examples=300, deadline=None)
@@ -36,9 +18,9 @@ def _rests(dues: tuple[int, ...], take: int) -> set[tuple[int, ...]]:
     st.integers(1, 3),
 )
 def test_feasible_is_exactly_what_some_schedule_can_do(dues: list[int], version: int, groups_per_step: int) -> None:
-    """The prefix counts decide the same as trying every choice of batches."""
-    assert feasible(Counter(dues), version=version, groups_per_step=groups_per_step) == _trainable(
-        tuple(sorted(dues)), version, groups_per_step
+    """The prefix counts decide the same as trying every assignment of groups to steps."""
+    assert feasible(Counter(dues), version=version, groups_per_step=groups_per_step) == trainable(
+        dues, version=version, groups_per_step=groups_per_step
     )
 
 
