@@ -281,6 +281,32 @@ async def test_each_call_of_a_trajectory_has_its_own_deadline() -> None:
     assert anyio.current_time() == 132 + 9 + 10
 
 
+@pytest.mark.virtual_clock
+async def test_a_late_call_ends_whatever_scopes_it_has_of_its_own() -> None:
+    """User code may have deadlines and task groups; the task is not left cancelled."""
+
+    async def scopes() -> None:
+        with anyio.move_on_after(100):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anyio.sleep, 50)
+
+    for _ in range(2):
+        with pytest.raises(RolloutTimeout, match="scopes"), UserCalls(10.0) as calls:
+            await calls(scopes)
+        await anyio.sleep(1)
+    assert anyio.current_time() == 2 * (10 + 1)
+
+
+@pytest.mark.virtual_clock
+async def test_a_cancellation_from_outside_counts_for_more_than_a_deadline() -> None:
+    """Both at the same moment: the block around the call is cancelled, and not told of a timeout."""
+    with anyio.move_on_after(10) as scope, UserCalls(10.0) as calls:
+        await calls(anyio.sleep, 50)
+    assert scope.cancelled_caught
+    await anyio.sleep(1)
+    assert anyio.current_time() == 11
+
+
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyError("row")])
 async def test_an_error_of_user_code_is_raised_as_it_is(error: Exception) -> None:
     """A reward that raises must not look like anything else."""
