@@ -13,6 +13,7 @@
     * ProbeMismatch: server and learner disagree about the published policy
   * LearnerError: the training side
     * NonFiniteError: loss or gradient is NaN or infinite
+  * ObserverError: a function that was subscribed to the run's events
   * StalenessError: a promise of asyncrl itself would be broken: a bug, please report it
 """
 
@@ -28,6 +29,7 @@ __all__ = [
     "InfrastructureError",
     "LearnerError",
     "NonFiniteError",
+    "ObserverError",
     "ProbeMismatch",
     "ProtocolError",
     "PublicationError",
@@ -105,6 +107,13 @@ class LearnerError(AsyncRLError):
 
 class NonFiniteError(LearnerError):
     """Loss or gradient norm is NaN or infinite."""
+
+
+class ObserverError(AsyncRLError):
+    """An observer of events raised; the cause is chained. It ends the run: whoever counts or writes has lost something.
+
+    Of its own kind because events are emitted in the middle of rollouts, whose own failures are values.
+    """
 
 
 class StalenessError(AsyncRLError):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from asyncrl.errors import ObserverError
 from asyncrl.types import BarrierWait
 
 __all__ = [
@@ -232,6 +233,12 @@ class Events:
         return lambda: self._observers.remove(observer)
 
     def emit(self, event: Event) -> None:
-        """Hand ``event`` to every observer, in the order of their subscription."""
+        """Hand ``event`` to every observer, in the order of their subscription.
+
+        Raises ``ObserverError`` if one of them raises.
+        """
         for observer in tuple(self._observers):
-            observer(event)
+            try:
+                observer(event)
+            except Exception as error:
+                raise ObserverError(f"{observer!r} raised {error!r} at {event}") from error

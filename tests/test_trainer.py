@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import asyncrl as rl
-from asyncrl.errors import ConfigError, NonFiniteError, PublicationError, ServerUnavailable
+from asyncrl.errors import ConfigError, NonFiniteError, ObserverError, PublicationError, ServerUnavailable
 from asyncrl.events import (
     BarrierOpened,
     ChunkTrained,
@@ -541,6 +541,22 @@ def test_rules_without_a_bound_do_not_wait_and_say_so(rule: Any) -> None:
     assert late.metrics["staleness/frac_masked"] == (0.5 if rule == "mask_span" else 0.0)
     trained = len(case.learner.batches[late.n - 1])
     assert trained == (2 if rule == "mask_span" else 4)
+
+
+@pytest.mark.parametrize("kind", [SegmentSampled, StepFinished])
+def test_an_observer_that_raises_ends_the_run(kind: type[Event]) -> None:
+    """Wherever the event comes from, a rollout or the trainer: it is never taken for a failure of the member."""
+    case = _Case()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, kind):
+            raise OSError("the disk is full")
+
+    case.trainer.events.subscribe(observe)
+    with pytest.raises(ObserverError, match="the disk is full") as caught:
+        run_virtual(case.run)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert case.of(MemberFailed) == []
 
 
 def test_a_policy_serves_one_run_at_a_time() -> None:

@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from asyncrl.errors import EnvironmentFailure, LearnerError, PublicationError, SamplingError, StalenessError
+from asyncrl.errors import (
+    EnvironmentFailure,
+    LearnerError,
+    ObserverError,
+    PublicationError,
+    SamplingError,
+    StalenessError,
+)
 from asyncrl.events import DeadlinePassed, GroupFinished, MemberDiscarded, MemberFailed
 from asyncrl.rollout.calls import UserCalls, call_user
 from asyncrl.rollout.env import Env, EnvFactory
@@ -133,7 +140,7 @@ class _GroupRun:
             self._begin(traj)
             try:
                 await self._attempt(traj)
-            except (StalenessError, PublicationError, LearnerError):
+            except (StalenessError, PublicationError, LearnerError, ObserverError):
                 raise
             except (EnvironmentFailure, SamplingError) as error:
                 self._report(traj, attempt, error)
