@@ -27,7 +27,7 @@ from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluator
 from asyncrl.learning.base import Learner
-from asyncrl.learning.losses import Loss, loss_from
+from asyncrl.learning.losses import loss_from
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.policy import Policy
 from asyncrl.rollout.env import Env
@@ -35,7 +35,7 @@ from asyncrl.sampling.sglang import SGLang
 from asyncrl.trainer import AsyncTrainer
 from asyncrl.types import Row
 
-__all__ = ["ComposedRun", "compose", "resolve"]
+__all__ = ["ComposedRun", "compose", "engine_options", "resolve", "trainer_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
         env=_environment(recipe.env.factory, recipe.env.options, base),
         rows=_rows("data.train", recipe.data.train, base),
         evaluator=_evaluator(recipe, base),
-        loss=loss_from(recipe.trainer.loss, **recipe.loss),
+        trainer=trainer_options(recipe),
     )
     if recipe.model.source is not None:
         # Making the model can take a minute: what is refused anyway is refused before that.
@@ -92,7 +92,8 @@ class _Parts:
     env: Callable[[], Env]
     rows: Sequence[Row]
     evaluator: Evaluator | None
-    loss: Loss
+    trainer: Mapping[str, Any]
+    """The trainer's options, the loss made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,24 +111,30 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, directory: Path | Non
         directory=None if directory is None else directory / "adapters",
         sampler_threads=sampler.threads,
     )
-    engine = RolloutEngine(
-        policy, env=parts.env, budget=recipe.budget, schedule=recipe.schedule, **_keywords(recipe.rollout)
-    )
-    overlap = recipe.trainer.forward_backward_batch
-    trainer = AsyncTrainer(
-        engine=engine,
-        optimizer=recipe.optimizer,
-        advantage=recipe.advantage,
-        completion=recipe.completion,
-        truncation=recipe.truncation,
-        loss=parts.loss,
-        evaluator=parts.evaluator,
-        forward_backward_batch=None if overlap == "off" else overlap,
-        **_keywords(recipe.trainer, without=("steps", "loss", "forward_backward_batch")),
-    )
+    engine = RolloutEngine(policy, env=parts.env, **engine_options(recipe))
+    trainer = AsyncTrainer(engine=engine, evaluator=parts.evaluator, **parts.trainer)
     return ComposedRun(
         trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.trainer.steps
     )
+
+
+def engine_options(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of ``RolloutEngine``, all but the policy and the environment."""
+    return {"budget": recipe.budget, "schedule": recipe.schedule, **_keywords(recipe.rollout)}
+
+
+def trainer_options(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of ``AsyncTrainer``, all but the engine and the evaluator. Raises ``ConfigError`` for the loss."""
+    overlap = recipe.trainer.forward_backward_batch
+    return {
+        "optimizer": recipe.optimizer,
+        "advantage": recipe.advantage,
+        "completion": recipe.completion,
+        "truncation": recipe.truncation,
+        "loss": loss_from(recipe.trainer.loss, **recipe.loss),
+        "forward_backward_batch": None if overlap == "off" else overlap,
+        **_keywords(recipe.trainer, without=("steps", "loss", "forward_backward_batch")),
+    }
 
 
 def resolve(key: str, reference: str, base: Path) -> Any:

@@ -25,7 +25,7 @@ from asyncrl.events import (
 )
 from asyncrl.types import BarrierWait, DropReason, Group, SpanKind, Trajectory, TruncationCause
 
-__all__ = ["BatchMetrics", "MetricsRecorder"]
+__all__ = ["BatchMetrics", "MetricsRecorder", "percentile"]
 
 _SUMMED = (
     "publication/seconds",
@@ -44,16 +44,6 @@ _SUMMED = (
     "train/datums",
     "train/updated",
 )
-_COUNTED = {
-    BarrierOpened,
-    ChunkTrained,
-    MemberDiscarded,
-    MemberFailed,
-    SegmentSampled,
-    VersionCommitted,
-    VersionPublished,
-}
-# Looked up first: most events are others, and every segment brings three or four.
 _TOOLS = ("tool_calls", "tool_errors", "tool_seconds")
 
 
@@ -67,8 +57,6 @@ class MetricsRecorder:
 
     def observe(self, event: Event) -> None:
         """Count ``event``."""
-        if type(event) not in _COUNTED:
-            return
         match event:
             case SegmentSampled():
                 self._count_segment(event)
@@ -180,8 +168,8 @@ class BatchMetrics:
             "reward/std": float(np.std(self._rewards)) if self._rewards else 0.0,
             **self._age_metrics(),
             "train/generated_tokens": float(sum(self._lengths)),
-            "length/generated_p50": _percentile(Counter(self._lengths), 50),
-            "length/generated_p99": _percentile(Counter(self._lengths), 99),
+            "length/generated_p50": percentile(Counter(self._lengths), 50),
+            "length/generated_p99": percentile(Counter(self._lengths), 99),
             **{f"truncated/{cause}": _ratio(self._truncated[cause], members) for cause in TruncationCause},
             **{f"rollout/{key}": value for key, value in self._environment.items()},
             "groups/mean_wait_seconds": _ratio(sum(self._group_seconds), groups),
@@ -193,8 +181,8 @@ class BatchMetrics:
         tokens = self._token_ages
         older = sum(count for age, count in tokens.items() if age > self._max_staleness)
         return {
-            "staleness/span_age_p50": _percentile(self._span_ages, 50),
-            "staleness/span_age_p99": _percentile(self._span_ages, 99),
+            "staleness/span_age_p50": percentile(self._span_ages, 50),
+            "staleness/span_age_p99": percentile(self._span_ages, 99),
             "staleness/span_age_max": float(max(self._span_ages, default=0)),
             "staleness/token_age_mean": _ratio(sum(age * count for age, count in tokens.items()), tokens.total()),
             **{f"staleness/age_tokens/{age}": float(tokens[age]) for age in range(self._max_staleness + 1)},
@@ -207,7 +195,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def _percentile(counts: Counter[int], percent: int) -> float:
+def percentile(counts: Counter[int], percent: int) -> float:
     """The smallest value that at least ``percent`` of all do not exceed; 0 if there is none."""
     passed = 0
     for value in sorted(counts):

@@ -12,7 +12,7 @@ straggler each could hold every slot, and the trainer would starve.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from asyncrl.errors import StalenessError
@@ -33,9 +33,8 @@ class Admission:
         """Groups admitted so far; the next group's index."""
         self._max_staleness = max_staleness
         self._group_size = group_size
-        self._due: OrderedDict[int, int | None] = OrderedDict()
-        # Outstanding group -> its due step, None until it is born. In admission order; a plain dict would look for its
-        # first key behind all those that were taken.
+        self._due: dict[int, int | None] = {}
+        # Outstanding group -> its due step, None until it is born.
         self._due_counts: dict[int, int] = {}
         self._taken: Counter[int] = Counter()
         # Outstanding group -> members that left it early.
@@ -69,10 +68,6 @@ class Admission:
     def due(self, group: int) -> int | None:
         """Due step of an outstanding group, None before its birth."""
         return self._due[group]
-
-    def oldest(self) -> int:
-        """The outstanding group that was admitted first; the next one's index if there is none."""
-        return next(iter(self._due), self.admitted)
 
     def admit_nowait(self) -> int | None:
         """Reserve a slot for the next group and return its index, or None if no slot is free."""

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, get_args
 
+from asyncrl.compose import engine_options, trainer_options
 from asyncrl.config import Recipe
 from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.events import Event, Events, StepFinished
-from asyncrl.learning.losses import loss_from
+from asyncrl.observe.metrics import percentile
 from asyncrl.policy import Policy
 from asyncrl.simulation.grid import Point
 from asyncrl.simulation.parts import SimulatedLearner, SimulatedPublisher, SimulatedSampler
@@ -127,19 +128,9 @@ class _StepLog:
             steps_per_hour=rate,
             shares={phase: spent / total for phase, spent in seconds.items()},
             age_mean=sum(age * tokens for age, tokens in ages.items()) / max(1, ages.total()),
-            age_p99=_percentile(ages, 0.99),
+            age_p99=int(percentile(ages, 99)),
             tokens_per_second=ages.total() / total,
         )
-
-
-def _percentile(ages: Ages, part: float) -> int:
-    """The smallest age that at least ``part`` of the tokens do not exceed."""
-    left = part * ages.total()
-    for age in sorted(ages):
-        left -= ages[age]
-        if left <= 0:
-            return age
-    return 0
 
 
 def _trainer(recipe: Recipe, point: Point, workload: Workload, rows: Sequence[GroupScript], seed: int) -> AsyncTrainer:
@@ -155,37 +146,18 @@ def _trainer(recipe: Recipe, point: Point, workload: Workload, rows: Sequence[Gr
             workload, station, random.Random(seed + 2), pins_versions=lora is not None, lead=lead
         ),
     )
-    rollout, trainer = recipe.rollout, recipe.trainer
     engine = RolloutEngine(
         policy,
         env=ScriptedEnv(playback, reset_s=workload.reset_s),
-        budget=recipe.budget,
-        schedule=point.schedule(recipe),
-        sampling_policy=rollout.sampling_policy,
-        kv_cache=rollout.kv_cache,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        seed=seed,
-        renderer=CountingRenderer(),
-        # A script may wait as long as it likes.
-        environment_timeout=float("inf"),
+        **engine_options(recipe)
+        | {
+            "schedule": point.schedule(recipe),
+            "seed": seed,
+            "renderer": CountingRenderer(),
+            # A script may wait as long as it likes.
+            "environment_timeout": float("inf"),
+        },
     )
-    overlap = trainer.forward_backward_batch
-    return AsyncTrainer(
-        engine=engine,
-        groups_per_step=trainer.groups_per_step,
-        optimizer=recipe.optimizer,
-        group_size=trainer.group_size,
-        max_staleness=point.max_staleness,
-        advantage=recipe.advantage,
-        completion=recipe.completion,
-        loss=loss_from(trainer.loss, **recipe.loss),
-        normalize=trainer.normalize,
-        stale_policy=trainer.stale_policy,
-        batch_order=trainer.batch_order,
-        truncation=recipe.truncation,
-        forward_backward_batch=None if overlap == "off" else overlap,
-        allow_trajectory_loss=trainer.allow_trajectory_loss,
-        allow_unbounded_staleness=trainer.allow_unbounded_staleness,
-    )
+    # The rows are exactly what the simulated run needs.
+    changed = {"max_staleness": point.max_staleness, "repeat_dataset": True}
+    return AsyncTrainer(engine=engine, **trainer_options(recipe) | changed)

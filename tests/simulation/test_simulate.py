@@ -8,10 +8,11 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.events import Event
+from asyncrl.observe.metrics import percentile
 from asyncrl.simulation.cost import Cost
 from asyncrl.simulation.grid import Point, recipe_point
 from asyncrl.simulation.recorded import read_run
-from asyncrl.simulation.simulate import Outcome, Simulation, _percentile
+from asyncrl.simulation.simulate import Outcome, Simulation
 from asyncrl.simulation.steady import steps_per_hour
 from asyncrl.simulation.synthetic import Durations, make_workload
 from asyncrl.simulation.workload import Workload
@@ -96,9 +97,9 @@ def test_ages_are_weighted_by_tokens(tmp_path: Path) -> None:
 
 def test_percentiles_are_ages_that_occur() -> None:
     """The smallest that at least so many tokens do not exceed."""
-    assert _percentile(Counter({0: 90, 1: 9, 2: 1}), 0.99) == 1
-    assert _percentile(Counter({0: 98, 2: 2}), 0.99) == 2
-    assert _percentile(Counter(), 0.99) == 0
+    assert percentile(Counter({0: 90, 1: 9, 2: 1}), 99) == 1
+    assert percentile(Counter({0: 98, 2: 2}), 99) == 2
+    assert percentile(Counter(), 99) == 0
 
 
 def test_truncated_members_are_cut_like_in_the_run(tmp_path: Path) -> None:
