@@ -76,11 +76,8 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
         _wire(recipe, parts, unmade, directory)
     learner = TorchLearner(
         _model(recipe.model, base),
-        lora=recipe.model.lora,
-        dtype=recipe.model.dtype,
-        device=recipe.model.device,
-        threads=recipe.model.threads,
         seed=recipe.rollout.seed,
+        **_keywords(recipe.model, without=("path", "source")),
     )
     return _wire(recipe, parts, learner, directory)
 

@@ -8,6 +8,7 @@ import pytest
 from asyncrl.compose import ComposedRun, compose, resolve
 from asyncrl.config import load_recipe
 from asyncrl.errors import ConfigError
+from asyncrl.learning.torch_learner import TorchLearner
 
 ENV = """
 import asyncrl as rl
@@ -87,6 +88,20 @@ def test_a_recipe_becomes_a_run(recipe: Path) -> None:
     assert run.evaluator is not None
     assert (run.evaluator.rows, run.evaluator.every) == ([{"number": 9}], 2)
     assert run.trainer.engine is run.engine
+
+
+def test_every_key_of_the_model_reaches_the_learner(recipe: Path) -> None:
+    """A key that is accepted and then forgotten would train with other settings than the recipe says."""
+    learner = _compose(
+        recipe,
+        "model.micro_batch_tokens=512",
+        "model.gradient_checkpointing=true",
+        "model.threads=3",
+        "model.lora={ r = 4 }",
+    ).engine.policy.learner
+    assert isinstance(learner, TorchLearner)
+    assert (learner.micro_batch_tokens, learner.gradient_checkpointing) == (512, True)
+    assert (learner.threads, learner.lora_rank) == (3, 4)
 
 
 def test_without_heldout_rows_nothing_is_evaluated(recipe: Path) -> None:
