@@ -10,10 +10,12 @@ __all__ = ["Address", "Publisher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """How a request names a version: adapter name (LoRA only) and prefix-cache namespace."""
+    """How a request names a version: adapter name (LoRA only), prefix-cache namespace, and which servers have it."""
 
     adapter: str | None
     extra_key: str
+    replica: bool = False
+    """Servers hold different base weights: only one that holds this version may answer."""
 
 
 class Publisher(Protocol):

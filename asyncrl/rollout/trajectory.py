@@ -163,6 +163,8 @@ async def _sample(
                     seed=(traj.seed + traj.segments * 104_729) % 2**31,
                     adapter=address.adapter,
                     extra_key=address.extra_key,
+                    anchor=placed.anchor,
+                    replica=address.replica,
                 )
             )
         finally:

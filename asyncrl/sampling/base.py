@@ -33,6 +33,10 @@ class SegmentRequest:
     """Name of the LoRA adapter that is this version, None for the base weights."""
     extra_key: str = ""
     """Prefix-cache namespace: KV is reused only within it."""
+    anchor: int | None = None
+    """The version that computed the prefix of that namespace; None: ``version`` itself."""
+    replica: bool = False
+    """True: only a server whose base weights are ``version`` may answer."""
 
 
 class Sampler(Protocol):
