@@ -20,6 +20,7 @@ import anyio.to_thread
 from asyncrl.errors import ConfigError
 
 __all__ = [
+    "KNOWN_VERSIONS",
     "Changed",
     "ChangingSource",
     "DnsSource",
@@ -32,6 +33,9 @@ __all__ = [
 
 Changed: TypeAlias = Callable[[Sequence[str] | Exception], Awaitable[None]]
 """Told the URLs after each look, or why a look failed; what was known then stays."""
+
+KNOWN_VERSIONS = ("0.5.23", "embedded-0.1", "scripted")
+"""What servers that are known to work say about their version: SGLang's, our own, and the fake for tests."""
 
 _LOOK_S = 10.0
 # Neither a file on a network file system nor a name server can wake us, so they are looked at again this often.

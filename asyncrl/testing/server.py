@@ -27,15 +27,9 @@ Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _SAMPLING_KEYS = {
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "sampling_seed",
-} | {"stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"}
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"),
+    *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"),
+}
 # Those that a trainer may send; the real server knows a few more, and refuses any other.
 
 
@@ -138,6 +132,8 @@ class ScriptedServer:
         self.weight_version = "default"
         self.base_theta = 0.0
         self.paused: str | None = None
+        self.limits: dict[str, int] = {}
+        """Sizes that ``/server_info`` tells, such as ``max_req_input_len``."""
         self.down = False
         """In-process only: refuse connections."""
 
@@ -214,7 +210,8 @@ class ScriptedServer:
             return await self._unload(body["lora_name"])
         handlers: dict[str, Callable[[], dict[str, Any]]] = {
             "/model_info": lambda: {"model_path": "scripted", "weight_version": self.weight_version},
-            "/server_info": lambda: {"version": "scripted"},
+            "/server_info": lambda: {"version": "scripted", **self.limits},
+            "/v1/loads": lambda: {"loads": [{"num_running_reqs": len(self._running), "num_waiting_reqs": 0}]},
             "/v1/models": self._models,
             "/load_lora_adapter": lambda: self._load(body["lora_name"], Path(body["lora_path"])),
             "/update_weights_from_disk": lambda: self._update(Path(body["model_path"]), body["weight_version"]),
