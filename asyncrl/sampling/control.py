@@ -46,6 +46,10 @@ class ServerControl:
         """Resolved options and software version; slow while the server is busy."""
         return await self._get("/server_info")
 
+    async def loads(self) -> Mapping[str, Any]:
+        """Running and waiting requests and memory in use; quick, also while the server is busy."""
+        return await self._get("/v1/loads")
+
     async def weight_label(self) -> str:
         """The label of the base weights that the server holds; ours are policy versions in decimal."""
         return str((await self.model_info()).get("weight_version"))
