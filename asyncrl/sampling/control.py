@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx
 import numpy as np
 import orjson
@@ -27,6 +28,7 @@ __all__ = ["ServerControl"]
 
 _QUICK_S = 30.0
 _ABORT_S = 5.0
+_FLAT = "flattened_bucket"
 
 
 class ServerControl:
@@ -37,6 +39,8 @@ class ServerControl:
         self._client = client
         self._data_headers = _bearer(api_key)
         self._admin_headers = _bearer(admin_key or api_key)
+        # Of one server only one large body is made at a time.
+        self._encoders = anyio.CapacityLimiter(1)
 
     async def model_info(self) -> Mapping[str, Any]:
         """What the server says about its model."""
@@ -72,6 +76,92 @@ class ServerControl:
         # Flushing in the same call is refused while anything runs, after the weights were replaced all the same.
         body = {"model_path": str(path), "weight_version": label, "flush_cache": False}
         await self._post("/update_weights_from_disk", body, within_s=math.inf)
+
+    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payloads: Sequence[str]) -> None:
+        """Load an adapter that travels in the request; ``payloads``: one flat bucket for each tensor-parallel rank."""
+        body = {
+            "lora_name": name,
+            "config_dict": config,
+            "serialized_named_tensors": payloads,
+            "load_format": _FLAT,
+        }
+        await self._post_large("/load_lora_adapter_from_tensors", body)
+
+    async def tensor_ranks(self) -> int:
+        """How many tensor-parallel ranks the server has; each takes a copy of its own of what is sent."""
+        return int((await self.server_info()).get("tp_size") or 1)
+
+    async def begin_update(self) -> None:
+        """Open a session for weights that arrive in pieces. One that somebody left open is closed first."""
+        try:
+            await self._post("/begin_weight_update", {}, within_s=math.inf)
+        except RequestRefused:
+            await self.end_update()
+            await self._post("/begin_weight_update", {}, within_s=math.inf)
+
+    async def end_update(self) -> None:
+        """Close the session; the server then prepares the new weights for use."""
+        await self._post("/end_weight_update", {}, within_s=math.inf)
+
+    async def update_from_tensors(self, payloads: Sequence[str], label: str | None) -> None:
+        """Replace some weights, within a session. ``payloads``: one flat bucket for each tensor-parallel rank.
+
+        ``label``: given with the last bucket, because it counts from then on.
+        """
+        body = {
+            "serialized_named_tensors": payloads,
+            "load_format": _FLAT,
+            "flush_cache": False,
+            "weight_version": label,
+        }
+        await self._post_large("/update_weights_from_tensor", body)
+
+    async def join_group(
+        self, *, name: str, address: str, port: int, first_rank: int, world_size: int, backend: str
+    ) -> None:
+        """Join a process group for weights as the ranks from ``first_rank`` on; returns when all of it have joined."""
+        body = {
+            "group_name": name,
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world_size,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, within_s=math.inf)
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a process group."""
+        await self._post("/destroy_weights_update_group", {"group_name": name})
+
+    async def update_from_group(
+        self,
+        group: str,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        label: str | None,
+    ) -> None:
+        """Replace some weights, within a session, by a flat bucket that rank 0 of ``group`` broadcasts meanwhile.
+
+        ``label``: given with the last bucket, because it counts from then on.
+        """
+        body = {
+            "group_name": group,
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "load_format": _FLAT,
+            "flush_cache": False,
+            "weight_version": label,
+        }
+        await self._post("/update_weights_from_distributed", body, within_s=math.inf)
+
+    async def checksum(self) -> str:
+        """The same for servers that hold the same base weights. Reads all of them: for tests and doubts."""
+        reply = await self._post("/weights_checker", {"action": "checksum"}, within_s=math.inf)
+        return str(reply["per_engine_checksum"])
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop computing; new requests wait at the server until ``continue_``."""
@@ -137,8 +227,18 @@ class ServerControl:
     ) -> Any:
         return await self._call("POST", route, body, headers=headers or self._admin_headers, within_s=within_s)
 
+    async def _post_large(self, route: str, body: Mapping[str, object]) -> None:
+        """Writing hundreds of megabytes as JSON would hold the loop."""
+        content = await anyio.to_thread.run_sync(orjson.dumps, body, limiter=self._encoders)
+        await self._send("POST", route, content, headers=self._admin_headers, within_s=math.inf)
+
     async def _call(self, method: str, route: str, body: object, *, headers: Mapping[str, str], within_s: float) -> Any:
         content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return await self._send(method, route, content, headers=headers, within_s=within_s)
+
+    async def _send(
+        self, method: str, route: str, content: bytes | None, *, headers: Mapping[str, str], within_s: float
+    ) -> Any:
         try:
             with anyio.fail_after(within_s):
                 response = await self._client.request(method, self.url + route, content=content, headers=headers)
