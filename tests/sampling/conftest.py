@@ -154,7 +154,7 @@ def make_request() -> Callable[..., Request]:
     from array import array
 
     from asyncrl.sampling.embedded.request import Request
-    from asyncrl.sampling.wire import parse_generate
+    from asyncrl.sampling.wireserver import parse_generate
 
     outer = ("rid", "logprob_start_len", "extra_key", "cache_salt")
 

@@ -10,15 +10,8 @@ import pytest
 
 from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.wire import (
-    WireError,
-    bad_value,
-    error_text,
-    generate_body,
-    generate_reply,
-    parse_generate,
-    parse_segment,
-)
+from asyncrl.sampling.wire import error_text, generate_body, parse_segment
+from asyncrl.sampling.wireserver import WireError, bad_value, generate_reply, parse_generate
 from asyncrl.types import StopReason, VersionSpan
 
 

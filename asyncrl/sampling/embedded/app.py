@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from asyncrl.errors import ConfigError
 from asyncrl.learning.worker import Worker
-from asyncrl.sampling.wire import WireError, bad_request, parse_generate
+from asyncrl.sampling.wireserver import WireError, bad_request, parse_generate
 from asyncrl.scheduling.rules import require_count
 
 __all__ = ["ServerOptions", "create_app"]

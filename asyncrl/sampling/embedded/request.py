@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.sampling.embedded.cache import Node
 from asyncrl.sampling.embedded.model import Adapter
-from asyncrl.sampling.wire import GenerateRequest
+from asyncrl.sampling.wireserver import GenerateRequest
 
 __all__ = ["LoadedAdapter", "Request"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncrl.sampling.wire import GenerateRequest
+from asyncrl.sampling.wireserver import GenerateRequest
 
 __all__ = ["draw", "uniform"]
 

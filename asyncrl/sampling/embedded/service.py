@@ -20,7 +20,8 @@ import anyio
 from asyncrl.learning.worker import Worker
 from asyncrl.sampling.embedded.engine import Engine
 from asyncrl.sampling.embedded.request import LoadedAdapter, Request
-from asyncrl.sampling.wire import GenerateRequest, PauseMode, WireError, bad_value, generate_reply
+from asyncrl.sampling.wire import PauseMode
+from asyncrl.sampling.wireserver import GenerateRequest, WireError, bad_value, generate_reply
 from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["Service"]

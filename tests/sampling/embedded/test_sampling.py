@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from asyncrl.sampling.wire import GenerateRequest, parse_generate
+from asyncrl.sampling.wireserver import GenerateRequest, parse_generate
 
 LOGITS = (2.0, 1.0, 0.0, -1.0)
 # Probabilities 0.644, 0.237, 0.087, 0.032.
