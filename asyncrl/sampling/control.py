@@ -183,10 +183,14 @@ class ServerControl:
         except SamplingError:
             return
 
-    async def generate(self, body: Mapping[str, object]) -> httpx.Response:
-        """The raw answer to a sampling request, however long it takes; raises one of ``TRANSPORT_ERRORS``."""
+    async def generate(self, body: Mapping[str, object], *, routing_key: str = "") -> httpx.Response:
+        """The raw answer to a sampling request, however long it takes; raises one of ``TRANSPORT_ERRORS``.
+
+        ``routing_key``: requests with the same one belong on one server, if this is a router.
+        """
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return await self._client.post(self.url + "/generate", content=content, headers=self._data_headers)
+        headers = self._data_headers | {"X-SMG-Routing-Key": routing_key} if routing_key else self._data_headers
+        return await self._client.post(self.url + "/generate", content=content, headers=headers)
 
     async def score(self, tokens: IntArray, *, start: int, adapter: str | None, extra_key: str) -> FloatArray:
         """(T - start,) log-probabilities of ``tokens[start:]`` as a prompt, at temperature 1; ``start`` > 0."""

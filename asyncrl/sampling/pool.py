@@ -1,22 +1,27 @@
 """Which server gets the next request.
 
-``choose`` is the rule and ``Pool`` the state: who takes requests, and how many of ours each has. A server is in one of
-three states. *Live* ones take requests. *Suspect* ones answered something odd: they get no new request until somebody
-looked at them, but keep what they have. *Out* ones are known to be wrong: what they have is taken away from them.
+``choose`` is the rule and ``Pool`` the state: who takes requests, how many of ours each has and may have, and which
+base weights each holds. A server is in one of four states. *Live* ones take requests. *Suspect* ones answered something
+odd: they get no new request until somebody looked at them, but keep what they have. *Out* ones are known to be wrong:
+what they have is taken away from them. *Leaving* ones were removed, and are forgotten when what they have has ended.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import anyio
 
 from asyncrl.scheduling.pulse import Pulse
 
-__all__ = ["Pool", "ServerState", "choose", "rendezvous"]
+__all__ = ["UNLIMITED", "Pool", "Running", "ServerState", "choose", "rendezvous"]
+
+UNLIMITED = 1_000_000
+"""The limit of a server that never had more requests than it could take."""
 
 _OVERLOAD = 1.25
 _SLACK_REQUESTS = 4
@@ -33,6 +38,8 @@ def choose(key: str, in_flight: Mapping[str, int]) -> str:
 
     ``in_flight``: our requests on each server that may be chosen, not empty.
     """
+    if len(in_flight) == 1:
+        return next(iter(in_flight))
     sticky = rendezvous(key, tuple(in_flight))
     mean = sum(in_flight.values()) / len(in_flight)
     if in_flight[sticky] <= mean * _OVERLOAD + _SLACK_REQUESTS:
@@ -46,53 +53,171 @@ class ServerState(StrEnum):
     LIVE = "live"
     SUSPECT = "suspect"
     OUT = "out"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Running:
+    """A request of ours on a server. Cancelling ``scope`` takes it away from there."""
+
+    rid: str
+    anchor: int
+    """The version that computed its prefix."""
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Server:
+    state: ServerState
+    limit: int = UNLIMITED
+    version: int | None = None
+    running: set[Running] = field(default_factory=set)
 
 
 class Pool:
     """The servers by URL, and our requests on them."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._states = dict.fromkeys(urls, ServerState.LIVE)
-        self._scopes: dict[str, set[anyio.CancelScope]] = {url: set() for url in urls}
-        self._changed = Pulse()
+        self._servers = {url: _Server(state=ServerState.LIVE) for url in urls}
+        self.changed = Pulse()
+        """Servers came, went, or changed their state, version or limit."""
+        self.traffic = Pulse()
+        """A request ended, or the first one began. Only few may wait for this: it happens all the time."""
+        self._followers: list[Callable[[int], None]] = []
+        self._told_capacity = self.capacity
+
+    def __contains__(self, url: str) -> bool:
+        return url in self._servers
 
     @property
     def live(self) -> list[str]:
         """Servers that take requests."""
-        return [url for url, state in self._states.items() if state is ServerState.LIVE]
+        return [url for url, server in self._servers.items() if server.state is ServerState.LIVE]
+
+    @property
+    def staying(self) -> list[str]:
+        """All servers but those that leave."""
+        return [url for url, server in self._servers.items() if server.state is not ServerState.LEAVING]
+
+    @property
+    def capacity(self) -> int:
+        """Our requests that all servers together may have; at least 1, so that an outage is noticed by somebody."""
+        able = (ServerState.LIVE, ServerState.SUSPECT)
+        return max(1, sum(server.limit for server in self._servers.values() if server.state in able))
+
+    def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Call ``callback`` with the capacity now and after each change. Returns what ends that."""
+        self._followers.append(callback)
+        callback(self.capacity)
+        return lambda: self._followers.remove(callback)
 
     def state(self, url: str) -> ServerState:
-        """Whether ``url`` takes requests."""
-        return self._states[url]
+        """Whether ``url`` takes requests; one that was removed and is forgotten still counts as leaving."""
+        return self._servers[url].state if url in self._servers else ServerState.LEAVING
 
     def in_flight(self, url: str) -> int:
         """Our requests on ``url``."""
-        return len(self._scopes[url])
+        return len(self.running(url))
+
+    def running(self, url: str) -> Sequence[Running]:
+        """Our requests on ``url``, as they are now."""
+        return tuple(self._servers[url].running) if url in self._servers else ()
+
+    def limit(self, url: str) -> int:
+        """Our requests that ``url`` may have."""
+        return self._servers[url].limit
+
+    def version(self, url: str) -> int | None:
+        """The version of the base weights of ``url``, None if it is not known."""
+        return self._servers[url].version
+
+    def add(self, url: str) -> None:
+        """A new server, or one that was about to leave; it takes no requests yet."""
+        if url in self._servers:
+            self._servers[url].state = ServerState.SUSPECT
+        else:
+            self._servers[url] = _Server(state=ServerState.OUT)
+        self._notify()
+
+    def remove(self, url: str, *, now: bool) -> None:
+        """Give ``url`` no new request, and forget it when it has none. ``now``: take those that it has away."""
+        server = self._servers[url]
+        server.state = ServerState.LEAVING
+        if now:
+            _take_away(server)
+        self._forget_if_done(url, server)
+        self._notify()
 
     def set_state(self, url: str, state: ServerState) -> None:
-        """Change who takes requests; a server that goes out loses the requests it has."""
-        self._states[url] = state
+        """Change who takes requests; a server that goes out loses the requests it has, and its version."""
+        server = self._servers[url]
+        server.state = state
         if state is ServerState.OUT:
-            for scope in self._scopes[url]:
-                scope.cancel()
-        self._changed.notify()
+            server.version = None
+            _take_away(server)
+        self._notify()
 
-    async def wait_live(self) -> None:
-        """Wait until some server takes requests."""
-        await self._changed.wait_until(lambda: bool(self.live))
+    def set_limit(self, url: str, limit: int) -> None:
+        """Change how many requests ``url`` may have; those that it has stay."""
+        self._servers[url].limit = limit
+        self._notify()
 
-    def pick(self, key: str, *, avoid: str | None = None) -> str:
-        """A live server for a request of ``key``, another one than ``avoid`` if there is one."""
-        live = self.live
-        candidates = [url for url in live if url != avoid] or live
-        return choose(key, {url: len(self._scopes[url]) for url in candidates})
+    def set_version(self, url: str, version: int) -> None:
+        """``url`` holds base weights of ``version``."""
+        if url in self._servers:
+            self._servers[url].version = version
+            self._notify()
+
+    def able(self, version: int | None = None) -> list[str]:
+        """Live servers; with a ``version``, those whose base weights it is."""
+        if version is None:
+            return self.live
+        return [url for url in self.live if self._servers[url].version == version]
+
+    async def wait_live(self, version: int | None = None) -> None:
+        """Wait until some server takes requests, or requests for ``version``."""
+        await self.changed.wait_until(lambda: bool(self.able(version)))
+
+    def pick(self, key: str, *, avoid: str | None = None, version: int | None = None) -> str:
+        """A live server for a request of ``key``, if possible one below its limit and another one than ``avoid``.
+
+        There must be one: see ``wait_live``.
+        """
+        able = self.able(version)
+        others = [url for url in able if url != avoid] or able
+        counts = {url: len(self._servers[url].running) for url in others}
+        roomy = {url: count for url, count in counts.items() if count < self._servers[url].limit}
+        return choose(key, roomy or counts)
 
     @contextmanager
-    def request(self, url: str) -> Generator[anyio.CancelScope, None, None]:
-        """Count a request on ``url``; the scope is cancelled if the server goes out."""
-        with anyio.CancelScope() as scope:
-            self._scopes[url].add(scope)
-            try:
-                yield scope
-            finally:
-                self._scopes[url].discard(scope)
+    def request(self, url: str, rid: str, anchor: int) -> Generator[anyio.CancelScope, None, None]:
+        """Count a request on ``url``; the scope is cancelled if it is to run elsewhere."""
+        server = self._servers[url]
+        running = Running(rid=rid, anchor=anchor)
+        server.running.add(running)
+        if len(server.running) == 1:
+            self.traffic.notify()
+        try:
+            with running.scope:
+                yield running.scope
+        finally:
+            server.running.discard(running)
+            self._forget_if_done(url, server)
+            self.traffic.notify()
+
+    def _notify(self) -> None:
+        self.changed.notify()
+        if self.capacity != self._told_capacity:
+            self._told_capacity = self.capacity
+            for follower in tuple(self._followers):
+                follower(self._told_capacity)
+
+    def _forget_if_done(self, url: str, server: _Server) -> None:
+        # The same URL may have been added again meanwhile.
+        if server.state is ServerState.LEAVING and not server.running and self._servers.get(url) is server:
+            del self._servers[url]
+
+
+def _take_away(server: _Server) -> None:
+    for running in server.running:
+        running.scope.cancel()

@@ -1,50 +1,40 @@
 """SGLang: the client of one or many sampling servers.
 
 It promises that a request is answered by exactly one server that holds the current policy, or raises; that a cancelled
-or repeated request is aborted where it ran; and that a server which was away takes no request before it was brought
-back to the current policy. What is on the wire is in ``wire``, how to bring a server back is told by the publisher.
+or repeated request is aborted where it ran; and that a server which was away or is new takes no request before it was
+brought to the current policy. What is on the wire is in ``wire``, which server gets a request in ``pool``, how many at
+once in ``loads``, how a server comes back in ``recovery``; what it must hold is told by the publisher.
 """
 
 from __future__ import annotations
 
-import random
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import anyio
 import anyio.abc
 import httpx
-import orjson
 
-from asyncrl.errors import (
-    ConfigError,
-    ProtocolError,
-    PublicationError,
-    RequestRefused,
-    SamplingError,
-    ServerUnavailable,
-)
+from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
+from asyncrl.sampling.aborts import Aborts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.pool import Pool, ServerState
-from asyncrl.sampling.transport import TRANSPORT_ERRORS, open_client
-from asyncrl.sampling.wire import error_text, generate_body, parse_segment
-from asyncrl.types import IntArray, Segment
+from asyncrl.sampling.exchange import Exchange, Router
+from asyncrl.sampling.loads import LoadMonitor
+from asyncrl.sampling.pool import Pool, Running, ServerState
+from asyncrl.sampling.recovery import BackOff, Recovery, Restore, described
+from asyncrl.sampling.served import ask
+from asyncrl.sampling.sources import ChangingSource, ServerSource, check_urls, follow, source_of
+from asyncrl.sampling.transport import open_client
+from asyncrl.types import Segment
 
 __all__ = ["Restore", "SGLang", "Timeouts"]
 
-Restore: TypeAlias = Callable[[ServerControl], Awaitable[None]]
-"""Brings a server to the current policy, or raises ``SamplingError``, ``PublicationError`` or ``TimeoutError``."""
-
-_CANCELLED_ABORT_S = 5.0
-_FIRST_BACK_OFF_S = 0.5
-_LONGEST_BACK_OFF_S = 30.0
-_DOUBLINGS = 10
-# More than the longest needs; a server that is away for a day must not overflow the power.
+_ANSWER_S = 30.0
+_REPEAT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +47,55 @@ class Timeouts:
     """For one server to take a version, or to give up an adapter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Front:
+    """The router that requests go through."""
+
+    router: Router
+    pool: Pool
+    exchange: Exchange
+
+    async def sample(self, request: SegmentRequest) -> Segment:
+        """Once: which server a request ran on is the router's secret, and so is the choice of another one."""
+        if request.replica:
+            raise ConfigError(
+                "sampler.router is set, but requests are pinned to servers of one version, which a router cannot know: "
+                "leave the router out"
+            )
+        outcome = await self.exchange.ask(self.router, request)
+        if isinstance(outcome, Segment):
+            return outcome
+        raise ServerUnavailable(f"{self.router.url}: {outcome}")
+
+
 class SGLang:
     """Sampling servers that speak SGLang's native HTTP interface.
 
-    ``urls``: the servers themselves, not a router: weights and aborts must reach each of them.
+    ``urls``: the servers themselves, not a router: weights and aborts must reach each of them. A list, or a source:
+    ``FileSource`` and ``DnsSource`` are looked at again while running.
+    ``router``: URL of a router in front of the same servers; sampling requests go there, everything else to each
+    server. It chooses the server, retries and balances: what this client does about these is then left out.
     ``api_key``, ``admin_key``: bearer tokens for sampling and, if the servers have a second one, for control.
     ``transport``: replaces the network, for tests.
     ``retries``: further attempts of a request whose server was lost or overloaded.
     ``vocab_size``: if given, ids outside of it are refused here; some servers do not survive them.
+    ``allow_version``: take servers of versions that are not known to work.
     ``seed``: for the jitter of back-offs.
 
     What happens to servers is reported as ``Notice`` in ``events``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of a client; each is a sentence above
         self,
-        urls: Sequence[str],
+        urls: Sequence[str] | ServerSource,
         *,
+        router: str | None = None,
         api_key: str | None = None,
         admin_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         retries: int = 3,
         vocab_size: int | None = None,
+        allow_version: bool = False,
         seed: int = 0,
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -86,45 +103,55 @@ class SGLang:
         self.timeouts = timeouts or Timeouts()
         self.in_place_updates = False
         """True if weights change under running requests; the publisher says so."""
-        self._urls = _check_urls(urls)
+        self._source = source_of(urls)
+        self._router_url = None if router is None else check_urls([router], key="sampler.router")[0]
         self._keys = (api_key, admin_key)
         self._transport = transport
         self._retries = retries
         self._vocab_size = vocab_size
-        self._random = random.Random(seed)
-        self._pool = Pool(self._urls)
-        self._restore: Restore = _require_answer
-        self._returning: set[str] = set()
+        self._allow_version = allow_version
+        self._back_off = BackOff(seed)
+        self._restore: Restore = _require_nothing
+        self._front: _Front | None = None
+        self._servers: dict[str, ServerControl] = {}
+        self._contexts: dict[str, int | None] = {}
         self._client: httpx.AsyncClient
         self._tasks: anyio.abc.TaskGroup
-        self._servers: dict[str, ServerControl] = {}
+        self._pool: Pool
+        self._exchange: Exchange
+        self._recovery: Recovery
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Self, None]:
         """Connect, and require an answer of every server: raises ``ConfigError`` naming those that give none."""
-        api_key, admin_key = self._keys
-        async with open_client(self._transport) as client:
-            self._client = client
-            self._servers = {
-                url: ServerControl(client, url, api_key=api_key, admin_key=admin_key) for url in self._urls
-            }
+        async with AsyncExitStack() as stack:
+            urls = check_urls(await stack.enter_async_context(self._source.opened()))
+            self._client = await stack.enter_async_context(open_client(self._transport))
+            self._servers = {url: self._control(url) for url in urls}
+            self._contexts = {}
             await self._require_servers()
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
+                self._open_parts(urls)
                 yield self
                 tasks.cancel_scope.cancel()
 
     async def sample(self, request: SegmentRequest) -> Segment:
         """Sample one segment; see ``Sampler``."""
-        self._require_ids(request.input_ids)
+        self._exchange.require_ids(request.input_ids)
+        if self._front is not None:
+            return await self._front.sample(request)
+        version = request.version if request.replica else None
         lost: list[str] = []
         avoid: str | None = None
         while len(lost) <= self._retries:
             if avoid is not None and self._pool.state(avoid) is ServerState.LIVE:
                 # It refused for now but is not gone, so it is busy. One that is gone is waited for below.
-                await anyio.sleep(self._back_off_s(len(lost)))
-            url = await self._pick(request.trajectory_id, avoid)
-            outcome = await self._attempt(url, request)
+                await anyio.sleep(self._back_off.seconds(len(lost)))
+            if not self._pool.able(version):
+                await self.wait_live(version)
+            url = self._pool.pick(request.trajectory_id, avoid=avoid, version=version)
+            outcome = await self._exchange.ask(self._servers[url], request)
             if isinstance(outcome, Segment):
                 return outcome
             lost.append(f"{url}: {outcome}")
@@ -136,18 +163,91 @@ class SGLang:
         """The servers that take requests."""
         return [self._servers[url] for url in self._pool.live]
 
-    async def wait_live(self) -> None:
-        """Wait until a server takes requests; raises ``ServerUnavailable`` after ``timeouts.outage_s``."""
+    @property
+    def urls(self) -> list[str]:
+        """All servers that were not removed, whether they take requests or not."""
+        return self._pool.staying
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Most tokens of prompt and output together that every server takes; None if no server says."""
+        return min((tokens for tokens in self._contexts.values() if tokens is not None), default=None)
+
+    async def wait_live(self, version: int | None = None) -> None:
+        """Wait until a server takes requests, or requests that need base weights of ``version``.
+
+        Raises ``ServerUnavailable`` after ``timeouts.outage_s``.
+        """
         try:
             with anyio.fail_after(self.timeouts.outage_s):
-                await self._pool.wait_live()
+                await self._pool.wait_live(version)
         except TimeoutError as error:
+            with_version = "" if version is None else f" with version {version}"
             raise ServerUnavailable(
-                f"none of {', '.join(self._urls)} came back within {self.timeouts.outage_s:g} s"
+                f"none of {', '.join(self.urls)} came back{with_version} within {self.timeouts.outage_s:g} s"
             ) from error
 
+    def add(self, url: str) -> None:
+        """Take another server into use, as soon as it was brought to the current policy."""
+        (url,) = check_urls([url])
+        if url in self._pool.staying:
+            raise ConfigError.for_value("url", url, "a server that is not in use")
+        self._servers[url] = self._control(url)
+        self._pool.add(url)
+        self.notice("server_added", level="info", url=url)
+        self._recovery.bring_back(self._servers[url], "it was added", at_once=True)
+
+    def remove(self, url: str, *, now: bool = False) -> None:
+        """Give a server no new requests and forget it when it has none. ``now``: those that it has move elsewhere."""
+        url = url.rstrip("/")
+        if url not in self._pool.staying or len(self._pool.staying) == 1:
+            others = [other for other in self._pool.staying if len(self._pool.staying) > 1]
+            allowed = f"one of {', '.join(others)}" if others else "left, for it is the last server: add another first"
+            raise ConfigError.for_value("url", url, allowed)
+        self._recovery.forget(url)
+        self._pool.remove(url, now=now)
+        del self._servers[url]
+        self._contexts.pop(url, None)
+        self.notice("server_removed", level="info", url=url)
+
+    def serving(self, url: str, version: int) -> None:
+        """The publisher says: the base weights of ``url`` are ``version``. Forgotten when the server goes out."""
+        self._pool.set_version(url, version)
+
+    async def abort_older(self, url: str, anchor: int) -> None:
+        """Abort our requests on ``url`` whose prefix is older than ``anchor``, and wait until they were answered.
+
+        What is not answered within half a minute is taken away and asked of another server. With a router nobody knows
+        what runs where: they are aborted, and not waited for.
+        """
+        server = self._servers[url]
+        pool, place = (self._pool, url) if self._front is None else (self._front.pool, self._front.router.url)
+
+        def older() -> list[Running]:
+            return [running for running in pool.running(place) if running.anchor < anchor]
+
+        with anyio.move_on_after(_ANSWER_S):
+            while unanswered := older():
+                # Again and again, for an abort has no effect if it overtakes its request.
+                async with anyio.create_task_group() as tasks:
+                    for running in unanswered:
+                        tasks.start_soon(server.abort, running.rid)
+                if self._front is not None:
+                    return
+                with anyio.move_on_after(_REPEAT_S):
+                    await pool.traffic.wait_until(lambda: not older())
+        for running in older():
+            running.scope.cancel()
+
+    def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Call ``callback`` with how many requests the servers should have at once: now and after each change.
+
+        Requests beyond it wait in servers and grow old there. Returns what ends the subscription.
+        """
+        return self._pool.on_capacity(callback)
+
     def restore_with(self, restore: Restore) -> None:
-        """``restore`` must succeed on a server that was away before it takes requests again."""
+        """``restore`` must succeed on a server that is new or was away before it takes requests."""
         self._restore = restore
 
     def spawn(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
@@ -160,134 +260,76 @@ class SGLang:
 
     def suspect(self, url: str, reason: str) -> None:
         """Give ``url`` no new request before it was looked at; what runs there goes on."""
-        if self._pool.state(url) is ServerState.LIVE:
-            self._pool.set_state(url, ServerState.SUSPECT)
-            self._bring_back(url, reason)
+        if url in self._servers:
+            self._recovery.suspect(self._servers[url], reason)
 
     def quarantine(self, url: str, reason: str) -> None:
         """Take ``url`` out of use: its requests move to other servers, and it comes back once it could be restored."""
-        if self._pool.state(url) is not ServerState.OUT:
-            self._pool.set_state(url, ServerState.OUT)
-            self.notice("server_quarantined", url=url, reason=reason)
-        self._bring_back(url, reason)
-
-    def _bring_back(self, url: str, reason: str) -> None:
-        if url not in self._returning:
-            self._returning.add(url)
-            self._tasks.start_soon(self._return, url, reason)
-
-    async def _return(self, url: str, reason: str) -> None:
-        """Restore a server, however often it takes. The only way to learn that a server is back is to ask it."""
-        failures = 0
-        while True:
-            if failures or self._pool.state(url) is ServerState.OUT:
-                await anyio.sleep(self._back_off_s(failures + 1))
-            try:
-                with anyio.fail_after(self.timeouts.publication_s):
-                    await self._restore(self._servers[url])
-            except (SamplingError, PublicationError, TimeoutError) as error:
-                failures += 1
-                if failures > 1:
-                    self.quarantine(url, f"{reason}; then {_describe(error)}")
-            else:
-                break
-        self._returning.discard(url)
-        self._pool.set_state(url, ServerState.LIVE)
-        self.notice("server_returned", level="info", url=url, reason=reason)
-
-    async def _pick(self, key: str, avoid: str | None) -> str:
-        await self.wait_live()
-        return self._pool.pick(key, avoid=avoid)
-
-    async def _attempt(self, url: str, request: SegmentRequest) -> Segment | str:
-        """One request to one server: its segment, or why another attempt is worth it."""
-        # A rid belongs to one attempt: an earlier one may still be live on the server. All have the same length,
-        # because an abort may match by prefix.
-        rid = uuid.uuid4().hex
-        try:
-            with self._pool.request(url) as scope:
-                response = await self._servers[url].generate(generate_body(request, rid=rid))
-        except TRANSPORT_ERRORS as error:
-            self._tasks.start_soon(self._servers[url].abort, rid)
-            self.suspect(url, _describe(error))
-            return _describe(error)
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_CANCELLED_ABORT_S):
-                await self._servers[url].abort(rid)
-            raise
-        if scope.cancelled_caught:
-            self._tasks.start_soon(self._servers[url].abort, rid)
-            return "it was taken out of use"
-        if response.status_code >= 500:
-            self._tasks.start_soon(self._servers[url].abort, rid)
-            return error_text(response.status_code, response.content)
-        return await self._read(url, request, response)
-
-    async def _read(self, url: str, request: SegmentRequest, response: httpx.Response) -> Segment | str:
-        if response.status_code != 200:
-            text = error_text(response.status_code, response.content)
-            if request.adapter is not None and await self._lost_adapter(url, request.adapter):
-                self.suspect(url, text)
-                return text
-            raise RequestRefused(f"{url}: {text}")
-        try:
-            return parse_segment(
-                orjson.loads(response.content), request=request, server=url, in_place=self.in_place_updates
-            )
-        except (ProtocolError, orjson.JSONDecodeError) as error:
-            self.suspect(url, _describe(error))
-            raise ProtocolError(f"{url}: {error}") from error
-
-    async def _lost_adapter(self, url: str, adapter: str) -> bool:
-        """True if a refusal came from a server that was started anew and knows no adapter any more."""
-        try:
-            return adapter not in await self._servers[url].adapters()
-        except SamplingError:
-            return True
+        if url in self._servers:
+            self._recovery.quarantine(self._servers[url], reason)
 
     async def _require_servers(self) -> None:
         silent: list[str] = []
 
-        async def ask(server: ServerControl) -> None:
+        async def require(server: ServerControl) -> None:
             try:
-                await server.model_info()
+                self._contexts[server.url] = (await ask(server, allow_version=self._allow_version)).context_tokens
             except SamplingError as error:
-                silent.append(f"no server at URL {server.url}: {_describe(error)}")
+                silent.append(f"no server at URL {server.url}: {described(error)}")
+            except ConfigError as error:
+                silent.append(str(error))
 
         async with anyio.create_task_group() as tasks:
             for server in self._servers.values():
-                tasks.start_soon(ask, server)
+                tasks.start_soon(require, server)
         if silent:
             raise ConfigError("; ".join(sorted(silent)))
 
-    def _require_ids(self, ids: IntArray) -> None:
-        top = self._vocab_size
-        if len(ids) and (ids.min() < 0 or (top is not None and ids.max() >= top)):
-            bad = next(int(token) for token in ids if token < 0 or (top is not None and token >= top))
-            raise RequestRefused(f"token id {bad} is outside of the vocabulary of {top or 'any'} ids")
+    def _open_parts(self, urls: Sequence[str]) -> None:
+        self._pool = Pool(urls)
+        self._recovery = Recovery(
+            self._pool,
+            self._bring_to_policy,
+            back_off=self._back_off,
+            limit_s=self.timeouts.publication_s,
+            spawn=self.spawn,
+            notice=self.notice,
+        )
+        self._exchange = self._make_exchange(self._pool)
+        if self._router_url is not None:
+            pool = Pool([self._router_url])
+            router = Router(self._control(self._router_url), self._servers.values)
+            self._front = _Front(router=router, pool=pool, exchange=self._make_exchange(pool))
+        self._tasks.start_soon(LoadMonitor(self._pool, self._servers.__getitem__, self.notice).run)
+        if isinstance(self._source, ChangingSource):
+            self._tasks.start_soon(follow, self._source, self)
 
-    def _back_off_s(self, failures: int) -> float:
-        """Doubles with each failure; the jitter keeps clients that failed together from coming back together."""
-        longest_s = min(_FIRST_BACK_OFF_S * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_BACK_OFF_S)
-        return longest_s * self._random.uniform(0.5, 1.0)
+    def _make_exchange(self, pool: Pool) -> Exchange:
+        return Exchange(
+            pool,
+            Aborts(pool, self.spawn, self.notice),
+            suspect=self.suspect,
+            context_of=lambda url: self._contexts.get(url, self.context_tokens),
+            in_place=lambda: self.in_place_updates,
+            vocab_size=self._vocab_size,
+        )
+
+    def _control(self, url: str) -> ServerControl:
+        api_key, admin_key = self._keys
+        return ServerControl(self._client, url, api_key=api_key, admin_key=admin_key)
+
+    async def _bring_to_policy(self, server: ServerControl) -> None:
+        """What a server must pass before it takes requests again. It may be another program than before."""
+        relied_on = self.context_tokens
+        served = await ask(server, allow_version=self._allow_version)
+        if relied_on is not None and (served.context_tokens or relied_on) < relied_on:
+            raise ServerUnavailable(
+                f"{server.url} has a context of {served.context_tokens} tokens, but the run relies on {relied_on}"
+            )
+        await self._restore(server)
+        if server.url in self._servers:
+            self._contexts[server.url] = served.context_tokens
 
 
-async def _require_answer(server: ServerControl) -> None:
+async def _require_nothing(server: ServerControl) -> None:
     """Nothing was published yet: a server that answers is as good as any."""
-    await server.model_info()
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(urls, str) or not urls:
-        raise ConfigError.for_value("sampler.urls", urls, "a list of one or more server URLs")
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError.for_value("sampler.urls", url, "a URL that begins with http:// or https://")
-    clean = tuple(url.rstrip("/") for url in urls)
-    if len(set(clean)) != len(clean):
-        raise ConfigError.for_value("sampler.urls", list(urls), "URLs that are all different")
-    return clean

@@ -17,7 +17,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["TRANSPORT_ERRORS", "open_client", "require_open_files"]
+__all__ = ["TRANSPORT_ERRORS", "open_client", "require_open_files", "unanswered"]
 
 TRANSPORT_ERRORS = (httpx.TransportError, aiohttp.ClientError)
 """The request or its answer was lost. A few of aiohttp's errors come through the bridge as they are."""
@@ -45,6 +45,14 @@ async def open_client(transport: httpx.AsyncBaseTransport | None = None) -> Asyn
     timeout = httpx.Timeout(None, connect=_CONNECT_S)
     async with httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as client:
         yield client
+
+
+def unanswered(error: BaseException) -> bool:
+    """True if a connection that was open broke before the first byte of an answer: asking again is safe."""
+    cause = error.__cause__
+    if isinstance(cause, aiohttp.ClientConnectorError):
+        return False
+    return isinstance(cause, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
 
 
 def require_open_files(requests: int) -> None:

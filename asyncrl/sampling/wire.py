@@ -25,13 +25,16 @@ PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 _ERROR_KEYS = ("error", "error_message", "message", "detail")
 
 
-def generate_body(request: SegmentRequest, *, rid: str) -> dict[str, Any]:
-    """The body of ``POST /generate``. Every key that matters is sent, so that a server's defaults do not."""
+def generate_body(request: SegmentRequest, *, rid: str, max_new_tokens: int | None = None) -> dict[str, Any]:
+    """The body of ``POST /generate``. Every key that matters is sent, so that a server's defaults do not.
+
+    ``max_new_tokens``: instead of the request's, where the server has no room for those.
+    """
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": request.input_ids,
         "sampling_params": {
-            "max_new_tokens": request.max_new_tokens,
+            "max_new_tokens": request.max_new_tokens if max_new_tokens is None else max_new_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,

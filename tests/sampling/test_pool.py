@@ -61,7 +61,7 @@ async def test_requests_are_taken_from_a_server_that_goes_out_and_left_on_a_susp
     ended: list[bool] = []
 
     async def run() -> None:
-        with pool.request(URLS[0]) as scope:
+        with pool.request(URLS[0], "r", 0) as scope:
             await anyio.Event().wait()
         ended.append(scope.cancelled_caught)
 
