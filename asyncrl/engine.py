@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.errors import ConfigError
-from asyncrl.events import Events, VersionPublished
+from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.iteration import Consumer, iterate
 from asyncrl.policy import OpenPolicy, Policy
 from asyncrl.rollout.budget import Budget
@@ -28,6 +28,8 @@ from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.group import GroupPlan, run_group
 from asyncrl.rollout.renderer import Renderer, load_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
+from asyncrl.sampling.base import Sampler
+from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.transport import require_open_files
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import (
@@ -180,6 +182,7 @@ class RolloutEngine:
         if self.policy.opens_connections:
             require_open_files(self.schedule.sample_requests)
         async with self.policy.opened(events) as policy:
+            budget = self._budget_within(policy.sampler, events)
             renderer = await self._open_renderer(policy.learner.model_path)
             clock = PolicyClock()
             started = anyio.current_time()
@@ -189,29 +192,40 @@ class RolloutEngine:
             events.emit(
                 VersionPublished(time=now, version=clock.published, seconds=now - started, probe_error=difference)
             )
-            yield EngineSession(
-                policy=policy,
-                clock=clock,
+            context = RolloutContext(
+                sampler=policy.sampler,
+                renderer=renderer,
+                budget=budget,
+                settings=self.settings,
+                requests=OrderedSlots(self.schedule.sample_requests),
+                versions=clock,
+                address=policy.publisher.address,
+                hold=policy.publisher.hold,
+                release=policy.publisher.release,
                 events=events,
-                _context=RolloutContext(
-                    sampler=policy.sampler,
-                    renderer=renderer,
-                    budget=self._budget,
-                    settings=self.settings,
-                    requests=OrderedSlots(self.schedule.sample_requests),
-                    versions=clock,
-                    address=policy.publisher.address,
-                    hold=policy.publisher.hold,
-                    release=policy.publisher.release,
-                    events=events,
-                    environment_timeout_s=self._environment_timeout_s,
-                    now=asyncio.get_running_loop().time,
-                ),
-                _factory=self._factory,
-                _slots=OrderedSlots(self.schedule.concurrency),
-                _seed=self._seed,
-                _retries=self._retries,
+                environment_timeout_s=self._environment_timeout_s,
+                now=asyncio.get_running_loop().time,
             )
+            with ExitStack() as stack:
+                stack.callback(_follow_capacity(policy.sampler, context.requests))
+                yield EngineSession(
+                    policy=policy,
+                    clock=clock,
+                    events=events,
+                    _context=context,
+                    _factory=self._factory,
+                    _slots=OrderedSlots(self.schedule.concurrency),
+                    _seed=self._seed,
+                    _retries=self._retries,
+                )
+
+    def _budget_within(self, sampler: Sampler, events: Events) -> Budget:
+        """The budget, as far as the servers have room for it."""
+        budget = self._budget.within(sampler.context_tokens if isinstance(sampler, SGLang) else None)
+        if budget is not self._budget:
+            keys = {"budget": self._budget.max_context_tokens, "servers": budget.max_context_tokens}
+            events.emit(Notice(time=anyio.current_time(), name="context_limited_by_servers", keys=keys))
+        return budget
 
     async def _open_renderer(self, model: Path) -> Renderer:
         if not isinstance(self._renderer, str):
@@ -241,6 +255,17 @@ class RolloutEngine:
                     await consumer.give(group)
 
         return iterate(produce)
+
+
+def _follow_capacity(sampler: Sampler, requests: OrderedSlots) -> Callable[[], None]:
+    """Let no more requests out than the servers can take, for one that waits here is not born yet and does not age.
+
+    Returns what ends that.
+    """
+    if not isinstance(sampler, SGLang):
+        return lambda: None
+    most = requests.limit
+    return sampler.on_capacity(lambda capacity: requests.set_limit(min(most, capacity)))
 
 
 async def _work(

@@ -6,7 +6,7 @@ the context have left, so a resumed or aborted turn can never exceed its bound. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import StopReason, Trajectory, TruncationCause
@@ -43,6 +43,15 @@ class Budget:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError.for_value(f"budget.{field.name}", value, "a positive integer")
+
+    def within(self, context_tokens: int | None) -> Budget:
+        """The same budget for servers that have room for ``context_tokens`` only; None: they have room for anything.
+
+        What does not fit then ends as truncated by its context, instead of being refused by a server.
+        """
+        if context_tokens is None or context_tokens >= self.max_context_tokens:
+            return self
+        return replace(self, max_context_tokens=context_tokens)
 
     def next_segment(self, traj: Trajectory, turn_cap: int | None = None) -> int | TruncationCause:
         """Tokens to ask for next, at least 1, or why the trajectory ends here. Ask only while the turn is open.
