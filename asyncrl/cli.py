@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: train | demo | eval | serve | simulate.
+"""The ``asyncrl`` command: train | demo | eval | serve | install-sglang | simulate.
 
 It reads the arguments, says at once that something happens, and maps what happens to an exit code. stdout carries one
 JSON line, the result; everything for people goes to stderr. Composition is in ``compose``, the work in its owners.
@@ -157,6 +157,14 @@ def _serve(arguments: argparse.Namespace) -> None:
     run_server(ServerOptions(**options))
 
 
+def _install_sglang(arguments: argparse.Namespace) -> None:
+    from asyncrl.sampling.install import install_sglang
+
+    installed = install_sglang(arguments.directory, say=_say)
+    result = {"python": str(installed.python), "made": installed.made, "seconds": round(installed.seconds, 1)}
+    print(json.dumps(result), flush=True)
+
+
 def _simulate(arguments: argparse.Namespace) -> None:
     from asyncrl.simulation.command import run_simulation
     from asyncrl.simulation.options import read_options
@@ -293,6 +301,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     _add_simulation_options(simulate)
     _add_server_options(add("serve", _serve, "serve a model folder in SGLang's wire format, on a CPU or one GPU"))
+    install = add("install-sglang", _install_sglang, "make the environment of SGLang's CPU server (some gigabytes)")
+    install.add_argument("--directory", type=Path, metavar="DIR", help="where (default: in the cache folder)")
     return parser
 
 

@@ -5,7 +5,7 @@ run from the result. Each table is one section below. The tables of the schedule
 of the objects that Python users pass, so that a knob is described once, beside the rule that it feeds.
 
 Paths and references (``env.py:GuessNumber``) are relative to the recipe; the run directory to where the command runs.
-This is the one module that reads the environment of the process.
+Only this module and ``machine`` read the environment of the process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam, cosine
 from asyncrl.learning.torch_learner import DType
+from asyncrl.machine import cache_directory
 from asyncrl.rollout.budget import Budget
 from asyncrl.scheduling.rules import (
     BatchOrder,
@@ -224,11 +225,6 @@ def read_secret(key: str, variable: str) -> str:
     if not secret:
         raise ConfigError.for_value(key, variable, "the name of an environment variable that is set")
     return secret
-
-
-def cache_directory() -> Path:
-    """Where models made by ``model.source`` are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
 
 
 def _read_recipe(path: Path, tables: Table) -> Recipe:

@@ -14,7 +14,9 @@ import pytest
 import asyncrl
 
 ROOT = Path(asyncrl.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
+# The shim is a package for SGLang's interpreter, on whose path it is put; it imports torch like the package it stands for.
+SHIM = ROOT / "sampling" / "cpu_shim"
+FILES = sorted(file for file in ROOT.rglob("*.py") if not file.is_relative_to(SHIM))
 TREES = {
     ".".join(("asyncrl", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): ast.parse(
         file.read_text(encoding="utf-8")
@@ -31,6 +33,7 @@ LAYERS = {
     "asyncrl.learning.base": 1,
     "asyncrl.publishing.base": 1,
     "asyncrl.iteration": 2,
+    "asyncrl.machine": 2,
     "asyncrl.rollout": 2,
     "asyncrl.scheduling": 2,
     "asyncrl.sampling": 2,
