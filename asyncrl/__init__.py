@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.env import Env, TurnResult
     from asyncrl.rollout.tools import tool
     from asyncrl.sampling.sglang import SGLang
+    from asyncrl.sampling.sglangcommand import SGLangOptions
     from asyncrl.scheduling.rules import ForwardBackwardBatch, GroupCompletion, KVCache, Schedule, Truncation
     from asyncrl.trainer import AsyncTrainer, run
     from asyncrl.types import Step, Trajectory
@@ -48,6 +49,7 @@ __all__ = [
     "PolicyGradient",
     "RolloutEngine",
     "SGLang",
+    "SGLangOptions",
     "Schedule",
     "Step",
     "TorchLearner",
@@ -73,6 +75,7 @@ _MODULES = {
     "asyncrl.rollout.env": ("Env", "TurnResult"),
     "asyncrl.rollout.tools": ("tool",),
     "asyncrl.sampling.sglang": ("SGLang",),
+    "asyncrl.sampling.sglangcommand": ("SGLangOptions",),
     "asyncrl.scheduling.rules": ("ForwardBackwardBatch", "GroupCompletion", "KVCache", "Schedule", "Truncation"),
     "asyncrl.trainer": ("AsyncTrainer", "run"),
     "asyncrl.types": ("Step", "Trajectory"),

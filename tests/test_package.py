@@ -14,7 +14,7 @@ import pytest
 import asyncrl
 
 ROOT = Path(asyncrl.__file__).parent
-# The shim is a package for SGLang's interpreter, on whose path it is put; it imports torch like the package it stands for.
+# The shim is a package for SGLang's interpreter, on whose path it is put; it needs torch like the one it stands for.
 SHIM = ROOT / "sampling" / "cpu_shim"
 FILES = sorted(file for file in ROOT.rglob("*.py") if not file.is_relative_to(SHIM))
 TREES = {
@@ -56,7 +56,7 @@ LAYERS = {
     "asyncrl.__main__": 5,
 }
 HEAVY = {"torch", "transformers", "peft"}
-TORCH_MODULES = ("asyncrl.learning.torch_", "asyncrl.sampling.embedded.")
+TORCH_MODULES = ("asyncrl.learning.torch_", "asyncrl.publishing.torch_", "asyncrl.sampling.embedded.")
 BANNED = {"create_task", "ensure_future", "gather", "wait", "wait_for", "shield", "Queue"}
 # iteration.py holds the one task that no task group starts, and says why.
 TASK_STARTERS = {"asyncrl.iteration"}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import anyio
@@ -19,6 +20,8 @@ import httpx
 
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.publishing.probe import model_vocab_size
 from asyncrl.sampling.aborts import Aborts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
@@ -27,6 +30,8 @@ from asyncrl.sampling.loads import LoadMonitor
 from asyncrl.sampling.pool import Pool, Running, ServerState
 from asyncrl.sampling.recovery import BackOff, Recovery, Restore, described
 from asyncrl.sampling.served import ask
+from asyncrl.sampling.sglangcommand import SGLangOptions
+from asyncrl.sampling.sglangserver import LaunchedServers
 from asyncrl.sampling.sources import ChangingSource, ServerSource, check_urls, follow, source_of
 from asyncrl.sampling.transport import open_client
 from asyncrl.types import Segment
@@ -103,12 +108,15 @@ class SGLang:
         self.timeouts = timeouts or Timeouts()
         self.in_place_updates = False
         """True if weights change under running requests; the publisher says so."""
+        self.starts_servers = False
+        """True if opening it takes as long as servers take to load a model."""
         self._source = source_of(urls)
         self._router_url = None if router is None else check_urls([router], key="sampler.router")[0]
         self._keys = (api_key, admin_key)
         self._transport = transport
         self._retries = retries
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """Ids from here on are refused when sampling; to be set before it is opened."""
         self._allow_version = allow_version
         self._back_off = BackOff(seed)
         self._restore: Restore = _require_nothing
@@ -120,6 +128,37 @@ class SGLang:
         self._pool: Pool
         self._exchange: Exchange
         self._recovery: Recovery
+
+    @classmethod
+    def launch(
+        cls,
+        model: Path | str | SGLangOptions,
+        *,
+        servers: int = 1,
+        lora: LoraConfig | None = None,
+        log_directory: Path | None = None,
+    ) -> Self:
+        """Real SGLang servers of our own on this machine, which start when this is opened and end with it.
+
+        ``model``: the folder that the learner starts from, or all options of a server. ``lora``: what is trained, if
+        it is an adapter. ``log_directory``: gets what the servers print, None keeps it in temporary files.
+        """
+        options = model if isinstance(model, SGLangOptions) else SGLangOptions(model=Path(model))
+        if lora is not None:
+            options = replace(options, lora=lora)
+        source = LaunchedServers(options, servers=servers, log_directory=log_directory)
+        sampler = cls(
+            source,
+            api_key=options.api_key,
+            admin_key=options.admin_key,
+            vocab_size=model_vocab_size(options.model),
+            allow_version=options.allow_version,
+            # As long as a server that died may need to come back.
+            timeouts=Timeouts(outage_s=options.start_timeout_s),
+        )
+        source.events.subscribe(sampler.events.emit)
+        sampler.starts_servers = True
+        return sampler
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Self, None]:
@@ -311,7 +350,7 @@ class SGLang:
             suspect=self.suspect,
             context_of=lambda url: self._contexts.get(url, self.context_tokens),
             in_place=lambda: self.in_place_updates,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
         )
 
     def _control(self, url: str) -> ServerControl:

@@ -75,7 +75,7 @@ class SGLangOptions:
     """Further arguments of SGLang's own command, as it spells them; they win over ours."""
     allow_version: bool = False
     """Take a version of SGLang that is not known to work."""
-    start_timeout_s: float = 900.0
+    start_timeout_s: float = 600.0
     """Seconds. Half a minute is usual on a CPU, minutes for a large model or a cold disk."""
 
     def __post_init__(self) -> None:
