@@ -16,7 +16,33 @@ import orjson
 
 from asyncrl.sampling.wire import error_text
 
-__all__ = ["GenerateRequest", "WireError", "bad_request", "bad_value", "generate_reply", "parse_generate"]
+__all__ = [
+    "ABORTED",
+    "ABORTED_WAITING",
+    "GenerateRequest",
+    "WireError",
+    "adapter_error",
+    "adapters_reply",
+    "allowed_new_tokens",
+    "bad_request",
+    "bad_value",
+    "field",
+    "generate_reply",
+    "longest_prompt",
+    "parse_body",
+    "parse_generate",
+    "update_error",
+]
+
+ABORTED: Mapping[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+"""The finish reason of a request that was aborted while it ran."""
+
+ABORTED_WAITING: Mapping[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
+"""That of one which waited, for the first time or again. Its reply says nothing of the prompt."""
+
+_SPARE_TOKENS = 5
+# Prompts must stay further than this from one token less than what fits.
+_UNUSED_TOKENS = 2
 
 
 class WireError(Exception):
@@ -38,6 +64,51 @@ def bad_request(message: str) -> WireError:
     return WireError(400, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})
 
 
+def update_error(message: str) -> WireError:
+    """A refusal in the form that SGLang uses for weights."""
+    return WireError(400, {"success": False, "message": message})
+
+
+def adapter_error(message: str, loaded: Mapping[str, str] | None) -> WireError:
+    """A refusal in the form that SGLang uses for adapters; ``loaded`` are names and paths."""
+    return WireError(400, adapters_reply(loaded) | {"success": False, "error_message": message})
+
+
+def adapters_reply(loaded: Mapping[str, str] | None) -> dict[str, Any]:
+    """The reply to loading and unloading: names and paths of what is loaded now."""
+    return {
+        "rid": None,
+        "http_worker_ipc": None,
+        "success": True,
+        "error_message": "",
+        "loaded_adapters": None if loaded is None else dict(loaded),
+    }
+
+
+def parse_body(content: bytes) -> Mapping[str, Any]:
+    """A body that must be an object; nothing is an empty one."""
+    try:
+        body = orjson.loads(content) if content else {}
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the body is not JSON: {error}") from error
+    if not isinstance(body, Mapping):
+        raise bad_request("the body must be an object")
+    return body
+
+
+def field(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """The value of ``key``, which must be of type ``kind``; ``default`` if it is missing or null.
+
+    With ``default`` ``...`` it must be there.
+    """
+    value = body.get(key)
+    if value is None and default is not ...:
+        return default
+    if type(value) is not kind:
+        raise bad_request(f"{key}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """A checked ``/generate`` body: one prompt, one sample, no stream."""
@@ -49,7 +120,8 @@ class GenerateRequest:
     lora_path: str | None
     extra_key: str
     cache_salt: str
-    max_new_tokens: int
+    max_new_tokens: int | None
+    """None: as many as the context allows."""
     temperature: float
     top_p: float
     top_k: int
@@ -76,10 +148,10 @@ _SAMPLING: Mapping[str, tuple[tuple[type, ...], Any]] = {
     "sampling_seed": ((int,), None),
 }
 # Key -> types of its value, and the default, which null means too.
-# Known to SGLang, and without effect on the ids that are sampled here at these values.
+# Below: known to SGLang, and without effect on the ids that are sampled here at these values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
-    "n": (1,),
+    "n": (0, 1),
     "min_new_tokens": (0,),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
@@ -90,31 +162,51 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 def parse_generate(content: bytes) -> GenerateRequest:
     """Read and check a ``/generate`` body. Raises ``WireError`` with SGLang's status and body shape."""
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"the body is not JSON: {error}") from error
-    if not isinstance(body, Mapping):
-        raise bad_request("the body must be an object")
-    if body.get("stream"):
-        raise bad_value("stream is not supported by the embedded server")
-    ids = body.get("input_ids")
-    if ids is None:
+    body = parse_body(content)
+    outer = {
+        "rid": field(body, "rid", str) or uuid.uuid4().hex,
+        "return_logprob": field(body, "return_logprob", bool, False),
+        "logprob_start_len": field(body, "logprob_start_len", int, -1),
+        "lora_path": field(body, "lora_path", str),
+        "extra_key": field(body, "extra_key", str, ""),
+        "cache_salt": field(body, "cache_salt", str, ""),
+    }
+    if field(body, "stream", bool, False):
+        raise bad_value("stream is not supported by this server")
+    ids = _input_ids(body)
+    return GenerateRequest(input_ids=ids, **outer, **_sampling_params(field(body, "sampling_params", dict, {})))
+
+
+def longest_prompt(context_length: int, kv_tokens: int) -> int:
+    """What SGLang tells as ``max_req_input_len``; prompts must be shorter."""
+    return min(context_length, kv_tokens) - 1 - _SPARE_TOKENS
+
+
+def allowed_new_tokens(request: GenerateRequest, *, context_length: int, kv_tokens: int) -> int:
+    """How many tokens a request gets. Raises ``WireError`` if its prompt, or what it asks for, is too long.
+
+    Prompt and output may fill the context, but are cut two tokens before its end, or that of the KV pool.
+    """
+    length, wanted = len(request.input_ids), request.max_new_tokens
+    longest = longest_prompt(context_length, kv_tokens)
+    if length >= context_length:
         raise bad_value(
-            "Either text, input_ids or input_embeds should be provided (the embedded server takes input_ids)."
+            f"The input ({length} tokens) is longer than the model's context length ({context_length} tokens)."
         )
-    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise bad_value("input_ids must be one list of integers that is not empty")
-    return GenerateRequest(
-        rid=_typed(body, "rid", str) or uuid.uuid4().hex,
-        input_ids=ids,
-        return_logprob=_typed(body, "return_logprob", bool) or False,
-        logprob_start_len=_typed(body, "logprob_start_len", int, -1),
-        lora_path=_typed(body, "lora_path", str),
-        extra_key=_typed(body, "extra_key", str) or "",
-        cache_salt=_typed(body, "cache_salt", str) or "",
-        **_sampling_params(_typed(body, "sampling_params", dict) or {}),
-    )
+    if wanted is not None and length + wanted > context_length:
+        raise bad_value(
+            f"Requested token count exceeds the model's maximum context length of {context_length} tokens. You "
+            f"requested a total of {length + wanted} tokens: {length} tokens from the input messages and {wanted} "
+            "tokens for the completion."
+        )
+    if length >= longest:
+        raise bad_value(f"Input length ({length} tokens) exceeds the maximum allowed length ({longest} tokens).")
+    if request.logprob_start_len > length:
+        raise bad_value(
+            f"logprob_start_len={request.logprob_start_len} is higher than the number of input tokens {length}."
+        )
+    room = min(context_length, kv_tokens) - _UNUSED_TOKENS - length
+    return room if wanted is None else min(wanted, room)
 
 
 def generate_reply(  # noqa: PLR0913  the parts of a reply
@@ -139,14 +231,17 @@ def generate_reply(  # noqa: PLR0913  the parts of a reply
     ]
     meta: dict[str, Any] = {
         "id": request.rid,
-        "finish_reason": finish_reason,
-        "prompt_tokens": len(request.input_ids),
+        "finish_reason": dict(finish_reason),
         "completion_tokens": len(output_ids),
-        "cached_tokens": cached_tokens,
-        "num_retractions": retractions,
         "weight_version": labels[-1],
         "weight_versions": spans,
     }
+    if finish_reason != ABORTED_WAITING:
+        meta |= {
+            "prompt_tokens": len(request.input_ids),
+            "cached_tokens": cached_tokens,
+            "num_retractions": retractions,
+        }
     if request.return_logprob:
         meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_logprobs]
         meta["output_token_logprobs"] = [
@@ -156,11 +251,20 @@ def generate_reply(  # noqa: PLR0913  the parts of a reply
     return {"text": text, "output_ids": list(output_ids), "meta_info": meta}
 
 
-def _typed(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    value = body.get(key, default)
-    if value is not None and type(value) is not kind:
-        raise WireError(400, {"error": f"{key}: expected {kind.__name__}, got {value!r}"})
-    return default if value is None else value
+def _input_ids(body: Mapping[str, Any]) -> Sequence[int]:
+    ids: list[int] | None = field(body, "input_ids", list)
+    if ids is None:
+        raise bad_value("Either text, input_ids or input_embeds should be provided (this server takes input_ids).")
+    if not ids:
+        raise bad_value("input_ids cannot be empty.")
+    kinds: set[Any] = {type(token) for token in ids}
+    if bool in kinds:
+        raise WireError(400, {"error": "input_ids: expected integers, got a boolean"})
+    if kinds == {list}:
+        raise bad_value("batches are not supported by this server: input_ids must be one list of integers")
+    if kinds != {int}:
+        raise bad_request("input_ids: expected integers")
+    return ids
 
 
 def _sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,30 +274,38 @@ def _sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
             raise WireError(400, {"error": f"unknown field `{key}`, expected one of {known}"})
     for key, allowed in _NEUTRAL.items():
         if params.get(key) is not None and params[key] not in allowed:
-            raise bad_value(f"{key} is {params[key]!r}, which the embedded server does not support")
+            raise bad_value(f"{key} is {params[key]!r}, which this server does not support")
     read: dict[str, Any] = {}
     for key, (kinds, default) in _SAMPLING.items():
-        value = params.get(key)
+        value = params.get(key, default)
         if value is not None and type(value) not in kinds:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise WireError(400, {"error": f"sampling_params.{key}: expected {expected}, got {value!r}"})
-        read[key] = default if value is None else value
+        # For the number of tokens null has a meaning of its own: as many as fit.
+        read[key] = default if value is None and key != "max_new_tokens" else value
     stop = read["stop"]
+    _require_all(stop, str, "stop")
+    _require_all(read["stop_token_ids"], int, "stop_token_ids")
     read["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     read["stop_token_ids"] = tuple(read["stop_token_ids"])
     _check_params(read)
     return read
 
 
+def _require_all(values: Sequence[Any], kind: type, key: str) -> None:
+    for value in values:
+        if type(value) is not kind:
+            raise WireError(400, {"error": f"sampling_params.{key}: expected {kind.__name__}, got {value!r}"})
+
+
 def _check_params(params: Mapping[str, Any]) -> None:
     rules: Mapping[str, tuple[bool, str]] = {
-        "max_new_tokens": (params["max_new_tokens"] >= 0, "at least 0"),
+        "max_new_tokens": ((params["max_new_tokens"] or 0) >= 0, "at least 0"),
         "temperature": (math.isfinite(params["temperature"]) and params["temperature"] >= 0, "finite, at least 0"),
         "top_p": (0 < params["top_p"] <= 1, "in (0, 1]"),
         "top_k": (params["top_k"] == -1 or params["top_k"] >= 1, "-1 (disable) or at least 1"),
         "min_p": (0 <= params["min_p"] <= 1, "in [0, 1]"),
-        "stop": (all(isinstance(text, str) and text for text in params["stop"]), "strings that are not empty"),
-        "stop_token_ids": (all(type(token) is int for token in params["stop_token_ids"]), "integers"),
+        "stop": (all(params["stop"]), "strings that are not empty"),
     }
     for key, (right, allowed) in rules.items():
         if not right:

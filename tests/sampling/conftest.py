@@ -163,6 +163,7 @@ def make_request() -> Callable[..., Request]:
         body = {key: value for key, value in options.items() if key in outer}
         body |= {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
         wire = parse_generate(orjson.dumps(body))
+        assert wire.max_new_tokens is not None
         return Request(
             wire=wire,
             adapter=adapter,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,17 @@ from starlette.routing import Route
 
 from asyncrl.errors import ConfigError
 from asyncrl.learning.worker import Worker
-from asyncrl.sampling.wireserver import WireError, bad_request, parse_generate
+from asyncrl.sampling.wireserver import (
+    WireError,
+    adapter_error,
+    adapters_reply,
+    bad_request,
+    field,
+    longest_prompt,
+    parse_body,
+    parse_generate,
+    update_error,
+)
 from asyncrl.scheduling.rules import require_count
 
 __all__ = ["ServerOptions", "create_app"]
@@ -85,7 +96,8 @@ class _Routes:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self.service: Any = None
-        # A Service, which cannot be named here: torch is loaded with it, in the lifespan.
+        self.updates: Any = None
+        # A Service and WeightUpdates, which cannot be named here: torch is loaded with them, in the lifespan.
         self.read: dict[str, Handler] = {
             "/health": self.health,
             "/ready": self.ready,
@@ -102,7 +114,15 @@ class _Routes:
             "/flush_cache": self.flush_cache,
             "/update_weights_from_disk": self.update_weights_from_disk,
             "/update_weight_version": self.update_weight_version,
+            "/begin_weight_update": self.begin_weight_update,
+            "/end_weight_update": self.end_weight_update,
+            "/update_weights_from_tensor": self.update_weights_from_tensor,
+            "/update_weights_from_distributed": self.update_weights_from_distributed,
+            "/init_weights_update_group": self.init_weights_update_group,
+            "/destroy_weights_update_group": self.destroy_weights_update_group,
+            "/weights_checker": self.weights_checker,
             "/load_lora_adapter": self.load_lora_adapter,
+            "/load_lora_adapter_from_tensors": self.load_lora_adapter_from_tensors,
             "/unload_lora_adapter": self.unload_lora_adapter,
         }
 
@@ -110,7 +130,7 @@ class _Routes:
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None, None]:
         """Load the model, and step while the server is up."""
         with closing(Worker("asyncrl-engine")) as worker:
-            self.service = await worker.run(_load, self._options, worker)
+            self.service, self.updates = await worker.run(_load, self._options, worker)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.service.run)
                 yield
@@ -158,16 +178,17 @@ class _Routes:
 
     async def abort_request(self, request: HTTPRequest) -> Response:
         """One request by rid, or all."""
-        body = await _body(request)
-        if body.get("abort_all"):
+        body = parse_body(await request.body())
+        rid = field(body, "rid", str)
+        if field(body, "abort_all", bool, False):
             await self.service.abort_all()
-        elif body.get("rid"):
-            await self.service.abort(str(body["rid"]))
+        elif rid:
+            await self.service.abort(rid)
         return Response()
 
     async def pause_generation(self, request: HTTPRequest) -> Response:
         """Modes abort, retract and in_place."""
-        mode = (await _body(request)).get("mode", "abort")
+        mode = field(parse_body(await request.body()), "mode", str, "abort")
         if mode not in ("abort", "retract", "in_place"):
             raise bad_request(f"mode is {mode!r}, not abort, retract or in_place")
         await self.service.pause(mode)
@@ -186,37 +207,84 @@ class _Routes:
 
     async def update_weights_from_disk(self, request: HTTPRequest) -> Response:
         """Full weights from a model folder."""
-        body = await _body(request)
-        label = body.get("weight_version")
+        body = parse_body(await request.body())
+        label = field(body, "weight_version", str)
         await self.service.update_weights(
-            Path(_text(body, "model_path")),
-            None if label is None else str(label),
-            flush=body.get("flush_cache", True),
-            abort_all=body.get("abort_all_requests", False),
+            Path(field(body, "model_path", str, ...)),
+            label,
+            flush=field(body, "flush_cache", bool, True),
+            abort_all=field(body, "abort_all_requests", bool, False),
         )
-        message = "Succeeded to update model weights."
-        if label is not None:
-            message += f" Weight version updated to {label}."
-        return _json({"success": True, "message": message, "num_paused_requests": 0})
+        return _updated("Succeeded to update model weights.", label, num_paused_requests=0)
+
+    async def begin_weight_update(self, request: HTTPRequest) -> Response:
+        """Open the session that broadcasts need."""
+        await self.updates.begin()
+        return _updated("Success")
+
+    async def end_weight_update(self, request: HTTPRequest) -> Response:
+        """Close it."""
+        await self.updates.end()
+        return _updated("Success")
+
+    async def update_weights_from_tensor(self, request: HTTPRequest) -> Response:
+        """Refused: see ``updates``."""
+        field(parse_body(await request.body()), "serialized_named_tensors", list, ...)
+        self.updates.refuse_tensors()
+        raise AssertionError("it raises")
+
+    async def update_weights_from_distributed(self, request: HTTPRequest) -> Response:
+        """Some weights, by broadcast."""
+        body = parse_body(await request.body())
+        await self.updates.receive(body)
+        return _updated("Succeeded to update parameter online.", body.get("weight_version"))
+
+    async def init_weights_update_group(self, request: HTTPRequest) -> Response:
+        """Join a group."""
+        await self.updates.join(parse_body(await request.body()))
+        return _updated("Succeeded to initialize custom process group.")
+
+    async def destroy_weights_update_group(self, request: HTTPRequest) -> Response:
+        """Leave it."""
+        self.updates.leave(field(parse_body(await request.body()), "group_name", str, "weight_update_group"))
+        return _updated("Succeeded to destroy custom process group.")
 
     async def update_weight_version(self, request: HTTPRequest) -> Response:
         """The label alone."""
-        body = await _body(request)
-        label = _text(body, "new_version")
-        if body.get("abort_all_requests", True):
+        body = parse_body(await request.body())
+        label = field(body, "new_version", str, ...)
+        if field(body, "abort_all_requests", bool, True):
             await self.service.abort_all()
         await self.service.relabel(label)
         return _json({"success": True, "message": f"Weight version updated to {label}", "new_version": label})
 
+    async def weights_checker(self, request: HTTPRequest) -> Response:
+        """Digests of the weights; nothing else that SGLang's can do."""
+        action = field(parse_body(await request.body()), "action", str, "checksum")
+        if action != "checksum":
+            raise update_error(f"Unsupported action={action!r}")
+        sums = await self.service.checksums()
+        whole = hashlib.sha256("".join(sums.values()).encode()).hexdigest()[:16]
+        rank = {"checksums": sums, "per_gpu_checksum": whole}
+        return _json({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": whole})
+
     async def load_lora_adapter(self, request: HTTPRequest) -> Response:
         """From a PEFT folder."""
-        body = await _body(request)
-        await self.service.load_adapter(_text(body, "lora_name"), _text(body, "lora_path"))
+        body = parse_body(await request.body())
+        await self.service.load_adapter(field(body, "lora_name", str, ...), field(body, "lora_path", str, ...))
         return self._adapters()
+
+    async def load_lora_adapter_from_tensors(self, request: HTTPRequest) -> Response:
+        """Refused."""
+        name = field(parse_body(await request.body()), "lora_name", str, ...)
+        raise adapter_error(
+            f"Failed to load LoRA adapter {name}: this server never unpickles what it is sent; load it from disk",
+            self.service.loaded_adapters(),
+        )
 
     async def unload_lora_adapter(self, request: HTTPRequest) -> Response:
         """Waits for the requests that use it."""
-        await self.service.unload_adapter(_text(await _body(request), "lora_name"))
+        await self.service.unload_adapter(field(parse_body(await request.body()), "lora_name", str, ...))
         return self._adapters()
 
     async def health(self, request: HTTPRequest) -> Response:
@@ -237,7 +305,7 @@ class _Routes:
                 "served_model_name": path,
                 "tokenizer_path": str(self._options.model),
                 "is_generation": True,
-                "weight_version": self.service.engine.label,
+                "weight_version": self.service.label,
                 "model_type": config.model_type,
                 "architectures": config.architectures,
             }
@@ -250,8 +318,12 @@ class _Routes:
                 "version": _VERSION,
                 "frontend": "python",
                 "status": "ready",
-                "weight_version": self.service.engine.label,
+                "weight_version": self.service.label,
                 "max_total_num_tokens": self.service.engine.model.slots,
+                "max_running_requests": self._options.max_running_requests,
+                "max_req_input_len": longest_prompt(self.service.context_length, self.service.engine.model.slots),
+                "tp_size": 1,
+                "dp_size": 1,
             }
         )
 
@@ -265,21 +337,24 @@ class _Routes:
             "num_waiting_reqs": waiting,
             "num_used_tokens": cache.slots - cache.free,
             "max_total_num_tokens": cache.slots,
+            "max_running_requests": self._options.max_running_requests,
+            "token_usage": (cache.slots - cache.free) / cache.slots,
         }
         return _json({"timestamp": time.time(), "version": _VERSION, "num_accelerators": 1, "loads": [load]})
 
     async def models(self, request: HTTPRequest) -> Response:
         """The base model and its adapters."""
         base = str(self.service.model_path)
-        entries = [{"id": base, "object": "model", "root": base, "parent": None}]
+        length = self.service.context_length
+        entries = [{"id": base, "object": "model", "root": base, "parent": None, "max_model_len": length}]
         entries += [
-            {"id": name, "object": "model", "root": path, "parent": base}
+            {"id": name, "object": "model", "root": path, "parent": base, "max_model_len": None}
             for name, path in self.service.loaded_adapters().items()
         ]
         return _json({"object": "list", "data": entries})
 
     def _adapters(self) -> Response:
-        return _json({"success": True, "error_message": "", "loaded_adapters": self.service.loaded_adapters()})
+        return _json(adapters_reply(self.service.loaded_adapters()))
 
 
 def _load(options: ServerOptions, worker: Worker) -> Any:
@@ -289,22 +364,10 @@ def _load(options: ServerOptions, worker: Worker) -> Any:
     return load_service(options, worker)
 
 
-async def _body(request: HTTPRequest) -> dict[str, Any]:
-    content = await request.body()
-    try:
-        body = orjson.loads(content) if content else {}
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise bad_request("the body must be an object")
-    return body
-
-
-def _text(body: Mapping[str, object], key: str) -> str:
-    value = body.get(key)
-    if not isinstance(value, str) or not value:
-        raise bad_request(f"{key} must be a string, got {value!r}")
-    return value
+def _updated(message: str, label: object = None, **more: object) -> Response:
+    if label is not None:
+        message += f" Weight version updated to {label}."
+    return _json({"success": True, "message": message} | more)
 
 
 def _json(body: object, status: int = 200) -> Response:

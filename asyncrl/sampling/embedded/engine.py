@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from asyncrl.sampling.embedded.cache import PrefixCache
 from asyncrl.sampling.embedded.model import Adapter, DecoderModel, ForwardBatch
 from asyncrl.sampling.embedded.request import Request
 from asyncrl.sampling.embedded.sampling import draw, uniform
+from asyncrl.sampling.wireserver import ABORTED, ABORTED_WAITING
 
 __all__ = ["Engine"]
 
@@ -87,9 +88,12 @@ class Engine:
         self.cache.clear()
         return True
 
-    def load_weights(self, path: Path, label: str | None) -> None:
-        """Replace the weights. What is in the KV pool stays; see ``flush``."""
-        self.model.load_weights(path)
+    def load_weights(self, weights: Path | Mapping[str, torch.Tensor], label: str | None) -> None:
+        """Replace all weights from a folder, or some by name. What is in the KV pool stays; see ``flush``."""
+        if isinstance(weights, Path):
+            self.model.load_weights(weights)
+        else:
+            self.model.replace(weights)
         if label is not None:
             self.relabel(label)
 
@@ -275,10 +279,10 @@ class Engine:
 
     def _abort(self, request: Request) -> Request:
         if request in self.running:
-            request.finish_reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            request.finish_reason = dict(ABORTED)
             self._leave(request)
         else:
-            request.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
+            request.finish_reason = dict(ABORTED_WAITING)
             self.waiting.remove(request)
         return request
 

@@ -12,11 +12,12 @@ from asyncrl.sampling.embedded.app import ServerOptions
 from asyncrl.sampling.embedded.engine import Engine
 from asyncrl.sampling.embedded.model import DecoderModel
 from asyncrl.sampling.embedded.service import Service
+from asyncrl.sampling.embedded.updates import WeightUpdates
 
 __all__ = ["load_service"]
 
 
-def load_service(options: ServerOptions, worker: Worker) -> Service:
+def load_service(options: ServerOptions, worker: Worker) -> tuple[Service, WeightUpdates]:
     """Load everything in the thread that will compute, because torch keeps its number of threads for each."""
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,7 +29,7 @@ def load_service(options: ServerOptions, worker: Worker) -> Service:
         model, tokenizer, max_running_requests=options.max_running_requests, random_seed=options.random_seed
     )
     context = options.context_length or model.config.max_position_embeddings
-    return Service(
+    service = Service(
         engine,
         tokenizer,
         worker=worker,
@@ -36,6 +37,7 @@ def load_service(options: ServerOptions, worker: Worker) -> Service:
         context_length=context,
         eos=_eos(options, model.config),
     )
+    return service, WeightUpdates(service)
 
 
 def _eos(options: ServerOptions, config: Any) -> frozenset[int]:

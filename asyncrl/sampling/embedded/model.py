@@ -7,6 +7,7 @@ sliding windows, adapters of the embedding or the head.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,24 @@ class DecoderModel:
             if name not in weights or weights[name].shape != before.shape:
                 raise ValueError(f"{path} is another model than the one that is served: its {name} differs")
         self._weights = weights
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace some weights; nothing changes if one of them is not ours or has another shape."""
+        for name, tensor in tensors.items():
+            if name not in self._weights or self._weights[name].shape != tensor.shape:
+                raise ValueError(f"{name} of shape {list(tensor.shape)} is no weight of the model that is served")
+        weights = {name: tensor.to(self.device, self._dtype) for name, tensor in tensors.items()}
+        if self.config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        self._weights = self._weights | weights
+
+    def checksums(self) -> dict[str, str]:
+        """A digest of the bytes of each weight."""
+        digests = {}
+        for name, tensor in sorted(self._weights.items()):
+            content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digests[name] = hashlib.sha256(content.tobytes()).hexdigest()[:16]
+        return digests
 
     def load_adapter(self, name: str, path: Path) -> Adapter:
         """Read a PEFT folder. Raises ``ValueError`` for what is not a plain LoRA adapter of this model."""

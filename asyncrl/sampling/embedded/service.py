@@ -10,18 +10,29 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import torch
 
 from asyncrl.learning.worker import Worker
 from asyncrl.sampling.embedded.engine import Engine
 from asyncrl.sampling.embedded.request import LoadedAdapter, Request
 from asyncrl.sampling.wire import PauseMode
-from asyncrl.sampling.wireserver import GenerateRequest, WireError, bad_value, generate_reply
+from asyncrl.sampling.wireserver import (
+    ABORTED_WAITING,
+    GenerateRequest,
+    WireError,
+    adapter_error,
+    allowed_new_tokens,
+    bad_value,
+    generate_reply,
+    update_error,
+)
 from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["Service"]
@@ -48,11 +59,13 @@ class Service:
         self.engine = engine
         self.model_path = model_path
         """Folder of the weights that are loaded."""
+        self.label = engine.label
+        """Of the last update that succeeded; the engine has another one after an update that could not flush."""
+        self.context_length = context_length
         self.paused = False
         self._adapters: dict[str, LoadedAdapter] = {}
         self._tokenizer = tokenizer
         self._worker = worker
-        self._context_length = context_length
         self._eos = eos
         self._known_paths: dict[str, str] = {}
         # Every adapter ever loaded: a request that names an unloaded one loads it again, as in SGLang.
@@ -64,7 +77,8 @@ class Service:
         self._wanted = 0
         # Callers that wait for the time between two steps.
         self._between_steps = anyio.Lock()
-        self._one_load = anyio.Lock()
+        self._adapters_change = anyio.Lock()
+        # One at a time, as in SGLang: also while an unload waits for the requests that use the adapter.
         self._one_update = anyio.Lock()
         self._changed = Pulse()
 
@@ -87,14 +101,14 @@ class Service:
 
     async def generate(self, wire: GenerateRequest) -> dict[str, Any]:
         """Serve one request. Cancelling it aborts it."""
-        self._check(wire)
+        allowed = self._check(wire)
         adapter = None if wire.lora_path is None else await self._adapter(wire.lora_path)
         if wire.rid in self._live:
             raise bad_value(f"Duplicate request ID detected: {wire.rid}")
         request = Request(
             wire=wire,
             adapter=adapter,
-            max_new_tokens=min(wire.max_new_tokens, self.engine.model.slots - len(wire.input_ids) - 1),
+            max_new_tokens=allowed,
             stop_ids=frozenset() if wire.ignore_eos else self._eos | frozenset(wire.stop_token_ids),
             tokens=array("q", wire.input_ids),
         )
@@ -142,47 +156,69 @@ class Service:
         """Forget cached prefixes; False, and nothing happens, while requests run or, not paused, wait."""
         return await self._control(lambda: self.engine.flush(ignore_waiting=self.paused))
 
-    async def update_weights(self, path: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
-        """Replace the weights: between two steps if paused, else after the requests that run; new ones wait.
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncGenerator[None, None]:
+        """At once if paused; else after the requests that run, and new ones wait."""
+        if self.paused:
+            yield
+            return
+        async with self._one_update:
+            self._updating = True
+            try:
+                await self._changed.wait_until(lambda: not self._computing)
+                yield
+            finally:
+                self._updating = False
+                self._changed.notify()
+
+    async def update_weights(
+        self, weights: Path | Mapping[str, torch.Tensor], label: str | None, *, flush: bool, abort_all: bool
+    ) -> None:
+        """Replace all weights by those of a folder, or some by name; see ``exclusive``.
 
         If the flush is refused the weights are replaced all the same, as in SGLang.
         """
         if abort_all:
             await self.abort_all()
-        async with self._one_update:
-            self._updating = True
-            try:
-                await self._changed.wait_until(lambda: self.paused or not self._computing)
-                await self._control(lambda: self.engine.load_weights(path, label))
-                self.model_path = path
+        try:
+            async with self.exclusive():
+                await self._control(lambda: self.engine.load_weights(weights, label))
                 flushed = not flush or await self.flush()
-            except (OSError, ValueError) as error:
-                raise _update_error(f"Failed to update weights: {error}") from error
-            finally:
-                self._updating = False
-                self._changed.notify()
+        except (OSError, ValueError) as error:
+            raise update_error(f"Failed to update weights: {error}") from error
         if not flushed:
-            raise _update_error(
-                "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            raise update_error(
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
             )
+        if isinstance(weights, Path):
+            self.model_path = weights
+        self.label = self.label if label is None else label
 
     async def relabel(self, label: str) -> None:
         """Give the weights that are loaded another label; tokens that follow carry it."""
         await self._control(lambda: self.engine.relabel(label))
+        self.label = label
+
+    async def checksums(self) -> dict[str, str]:
+        """A digest of each weight."""
+        return await self._control(self.engine.model.checksums)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a PEFT folder under a name that is not taken."""
-        async with self._one_load:
+        """Load a PEFT folder under a name that is not taken. Waits while another adapter is unloaded."""
+        async with self._adapters_change:
             if name in self._adapters:
                 raise self._lora_error(f"Failed to load LoRA adapter {name} because it is already loaded")
             await self._load(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter at once for new requests; returns when the last request that uses it has ended."""
-        adapter = self._adapters.pop(name, None)
-        if adapter is None:
-            raise self._lora_error(f"LoRA adapter {name} is not loaded")
-        await self._changed.wait_until(lambda: adapter.users == 0)
+        async with self._adapters_change:
+            adapter = self._adapters.pop(name, None)
+            if adapter is None:
+                loaded = list(self._adapters)
+                raise adapter_error(f"LoRA with name {name} does not exist. Loaded LoRAs: {loaded}", None)
+            await self._changed.wait_until(lambda: adapter.users == 0)
 
     def loaded_adapters(self) -> dict[str, str]:
         """Name to path."""
@@ -193,7 +229,9 @@ class Service:
         if name not in self._known_paths:
             loaded = list(self._adapters)
             raise bad_value(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {loaded}.")
-        async with self._one_load:
+        if name in self._adapters:
+            return self._adapters[name]
+        async with self._adapters_change:
             if name not in self._adapters:
                 await self._load(name, self._known_paths[name])
             return self._adapters[name]
@@ -207,26 +245,14 @@ class Service:
         self._known_paths[name] = path
 
     def _lora_error(self, message: str) -> WireError:
-        return WireError(400, {"success": False, "error_message": message, "loaded_adapters": self.loaded_adapters()})
+        return adapter_error(message, self.loaded_adapters())
 
-    def _check(self, wire: GenerateRequest) -> None:
-        length, limit = len(wire.input_ids), self._context_length
+    def _check(self, wire: GenerateRequest) -> int:
+        """How many tokens the request gets."""
         vocabulary = self.engine.model.config.vocab_size
         if min(wire.input_ids) < 0 or max(wire.input_ids) >= vocabulary:
             raise bad_value(f"input_ids has an id outside of the vocabulary of {vocabulary}")
-        if length >= limit:
-            raise bad_value(f"The input ({length} tokens) is longer than the model's context length ({limit} tokens).")
-        if length + wire.max_new_tokens > limit:
-            raise bad_value(
-                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
-                f"total of {length + wire.max_new_tokens} tokens: {length} input and {wire.max_new_tokens} new."
-            )
-        if length >= self.engine.model.slots - 1:
-            raise bad_value(
-                f"Input length ({length}) exceeds the maximum allowed length ({self.engine.model.slots - 1})"
-            )
-        if wire.logprob_start_len > length:
-            raise bad_value(f"logprob_start_len {wire.logprob_start_len} is longer than the input ({length} tokens)")
+        return allowed_new_tokens(wire, context_length=self.context_length, kv_tokens=self.engine.model.slots)
 
     def _has_work(self) -> bool:
         return not self.paused and (self._computing > 0 or (bool(self._arrived) and not self._updating))
@@ -255,7 +281,7 @@ class Service:
         never_started = [request for request in self._arrived if chosen(request)]
         for request in never_started:
             self._arrived.remove(request)
-            request.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
+            request.finish_reason = dict(ABORTED_WAITING)
         self._answer(never_started)
         self._leave(await self._control(operation))
 
@@ -290,7 +316,3 @@ class Service:
         shown = output[:-1] if trimmed and isinstance(matched, int) else output
         text = str(self._tokenizer.decode(shown, skip_special_tokens=wire.skip_special_tokens))
         return text.partition(matched)[0] if trimmed and isinstance(matched, str) else text
-
-
-def _update_error(message: str) -> WireError:
-    return WireError(400, {"success": False, "message": message})

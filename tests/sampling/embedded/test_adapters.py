@@ -51,13 +51,13 @@ async def test_an_unload_waits_for_users(
         tasks.start_soon(unload)
         while len((await client.get("/v1/models")).json()["data"]) == 2:
             await anyio.lowlevel.checkpoint()
-        assert (await post(client, "/unload_lora_adapter", 400, lora_name="v1"))["success"] is False
         assert not unloaded.is_set()
         if ended_by == "abort":
             await post(client, "/abort_request", rid="r")
         else:
             call.scope.cancel()
         await unloaded.wait()
+        assert (await post(client, "/unload_lora_adapter", 400, lora_name="v1"))["success"] is False
 
 
 async def test_a_late_request_loads_its_adapter_again(serving: Serving, tiny_adapter: Callable[..., Path]) -> None:

@@ -108,7 +108,7 @@ async def test_requests_that_cannot_be_served_are_refused_by_name(serving: Servi
             assert message in (await post(client, "/generate", 400, **content))["error"]["message"]
         # What does not fit into the pool is cut, as in SGLang.
         reply = await post(client, "/generate", **body([5] * 50, new=50))
-    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 9}
+    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
 
 
 async def test_a_rid_in_use_is_refused(serving: Serving) -> None:

@@ -1,0 +1,64 @@
+"""The server's side of a process group through which a trainer broadcasts weights. Everything here blocks.
+
+Only gloo, and without torch's registry of groups, so that server and trainer can live in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+__all__ = ["ReceivingGroup"]
+
+_torch: Any = distributed
+# Its annotations leave out the half of it that makes groups by hand.
+
+
+class ReceivingGroup:
+    """Rank ``rank`` of the group ``name``. The constructor returns when all ranks have come.
+
+    It raises ``RuntimeError``, as ``receive`` does, if another rank keeps it waiting for longer than ``timeout_s``.
+    """
+
+    def __init__(self, address: str, port: int, *, rank: int, world_size: int, name: str, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        store = _torch.TCPStore(address, port, is_master=False, timeout=timeout)
+        # The prefixes under which torch's own function, which the trainer and SGLang call, lets ranks find each other.
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = _torch.PrefixStore(prefix, store)
+        self._timeout = timeout
+        self._group = _torch.ProcessGroupGloo(store, rank, world_size, timeout)
+
+    def receive(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, flattened: bool
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that rank 0 broadcasts: one after the other, or ``flattened`` into one of bytes."""
+        kinds = [_dtype(name) for name in dtypes]
+        counts = [math.prod(shape) for shape in shapes]
+        if not flattened:
+            tensors = [torch.empty(list(shape), dtype=kind) for kind, shape in zip(kinds, shapes, strict=True)]
+            for tensor in tensors:
+                self._broadcast(tensor)
+            return dict(zip(names, tensors, strict=True))
+        sizes = [count * kind.itemsize for count, kind in zip(counts, kinds, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._broadcast(flat)
+        found: dict[str, torch.Tensor] = {}
+        for name, kind, shape, part in zip(names, kinds, shapes, flat.split(sizes), strict=True):
+            found[name] = part.view(kind).view(list(shape))
+        return found
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        self._group.broadcast(tensor, 0).wait(self._timeout)
+
+
+def _dtype(name: str) -> torch.dtype:
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{name!r} is no type of a tensor")
+    return kind
