@@ -95,7 +95,10 @@ class Policy:
             self._in_use = True
             stack.callback(self._free)
             sampler = self._sampler
-            if sampler is not None:
+            if isinstance(sampler, SGLang):
+                stack.callback(sampler.events.subscribe(events.emit))
+                await self._require_ids(sampler)
+            if sampler is not None and not self._starts_servers:
                 await stack.enter_async_context(sampler.opened())
             loaded = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -104,14 +107,24 @@ class Policy:
             if sampler is None:
                 server = EmbeddedServer(self.learner.model_path, threads=self._sampler_threads)
                 url = await stack.enter_async_context(server)
-                vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
-                sampler = SGLang([url], vocab_size=vocab_size)
-                await stack.enter_async_context(sampler.opened())
-            if isinstance(sampler, SGLang):
+                sampler = SGLang([url])
                 stack.callback(sampler.events.subscribe(events.emit))
+                await self._require_ids(sampler)
+            if self._starts_servers:
+                await stack.enter_async_context(sampler.opened())
             await loaded.wait()
             publisher = self._publisher or await self._make_publisher(sampler, self._versions_directory(stack))
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
+
+    @property
+    def _starts_servers(self) -> bool:
+        """True if they need as long as the model to be there."""
+        return self._sampler is None or (isinstance(self._sampler, SGLang) and self._sampler.starts_servers)
+
+    async def _require_ids(self, sampler: SGLang) -> None:
+        """Let the client refuse ids outside of the vocabulary, which some servers do not survive."""
+        if sampler.vocab_size is None and self._publisher is None:
+            sampler.vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
 
     def _free(self) -> None:
         self._in_use = False
