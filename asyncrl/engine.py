@@ -25,7 +25,8 @@ from asyncrl.iteration import Consumer, iterate
 from asyncrl.policy import OpenPolicy, Policy
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
-from asyncrl.rollout.group import GroupPlan, run_group
+from asyncrl.rollout.failures import FailureBudget, Failures
+from asyncrl.rollout.group import FailedGroup, GroupPlan, run_group
 from asyncrl.rollout.renderer import Renderer, load_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.base import Sampler
@@ -57,7 +58,6 @@ class EngineSession:
     _factory: EnvFactory
     _slots: OrderedSlots
     _seed: int
-    _retries: int
     _prefix: str = ""
 
     @property
@@ -99,10 +99,11 @@ class EngineSession:
         completion: GroupCompletion | None = None,
         on_birth: Callable[[int, int], None] | None = None,
         on_part: Callable[[Group], None] | None = None,
-    ) -> Group:
+        on_reroll: Callable[[int], None] | None = None,
+    ) -> Group | FailedGroup:
         """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
 
-        ``on_birth(index, version)`` is called at each dispatch; ``on_part``: see ``run_group``.
+        ``on_birth(index, version)`` is called at each dispatch; ``on_part`` and ``on_reroll``: see ``run_group``.
         """
         context = self._context if on_birth is None else replace(self._context, on_birth=on_birth)
         plan = GroupPlan(
@@ -110,11 +111,10 @@ class EngineSession:
             row=row,
             size=size,
             seed=self._seed,
-            retries=self._retries,
             prefix=self._prefix,
             completion=completion or GroupCompletion(),
         )
-        return await run_group(plan, self._factory, self._slots, context, on_part=on_part)
+        return await run_group(plan, self._factory, self._slots, context, on_part=on_part, on_reroll=on_reroll)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class RolloutEngine:
     published version for each request, as far as ``kv_cache`` lets it.
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
-    ``member_retries``: further attempts of a trajectory whose machinery failed.
+    ``failures``: how often what fails is tried again, and how many failures end the run.
     ``environment_timeout``: seconds for each call into the environment.
     """
 
@@ -151,7 +151,7 @@ class RolloutEngine:
         seed: int = 0,
         renderer: Literal["chat", "text"] | Renderer = "chat",
         stop: Sequence[str] = (),
-        member_retries: int = 1,
+        failures: Failures | None = None,
         environment_timeout: float = 600.0,
     ) -> None:
         self.policy = policy
@@ -168,10 +168,10 @@ class RolloutEngine:
         self._seed = seed
         self._renderer = renderer
         self._stop = tuple(stop)
-        self._retries = member_retries
+        self.failures = failures or Failures()
         self._environment_timeout_s = environment_timeout
         _check_sampling(self.settings)
-        require_count("member_retries", member_retries, least=0)
+        policy.check_kv_cache(self.settings.kv_cache)
         if not environment_timeout > 0:
             raise ConfigError.for_value("environment_timeout", environment_timeout, "more than 0 seconds")
 
@@ -181,7 +181,7 @@ class RolloutEngine:
         events = events or Events()
         if self.policy.opens_connections:
             require_open_files(self.schedule.sample_requests)
-        async with self.policy.opened(events) as policy:
+        async with self.policy.opened(events, kv_cache=self.settings.kv_cache) as policy:
             budget = self._budget_within(policy.sampler, events)
             renderer = await self._open_renderer(policy.learner.model_path)
             clock = PolicyClock()
@@ -203,6 +203,7 @@ class RolloutEngine:
                 hold=policy.publisher.hold,
                 release=policy.publisher.release,
                 events=events,
+                failures=FailureBudget(self.failures),
                 environment_timeout_s=self._environment_timeout_s,
                 now=asyncio.get_running_loop().time,
             )
@@ -216,7 +217,6 @@ class RolloutEngine:
                     _factory=self._factory,
                     _slots=OrderedSlots(self.schedule.concurrency),
                     _seed=self._seed,
-                    _retries=self._retries,
                 )
 
     def _budget_within(self, sampler: Sampler, events: Events) -> Budget:
@@ -237,7 +237,8 @@ class RolloutEngine:
     ) -> AsyncGenerator[Group, None]:
         """Roll out each row once and yield its group when it is finished, in the order of finishing.
 
-        As many groups are in flight as the concurrency has room for. Leaving the loop cancels them.
+        A group that fails for good is not yielded, but reported as ``GroupDropped``. As many groups are in flight as the
+        concurrency has room for. Leaving the loop cancels them.
         """
         require_count("group_size", group_size, least=1)
         width = max(1, self.schedule.concurrency // group_size)
@@ -276,7 +277,11 @@ async def _work(
 ) -> None:
     with finished:
         for index, row in numbered:
-            await finished.send(await session.group(index, row, group_size))
+            group = await session.group(index, row, group_size)
+            if isinstance(group, Group):
+                await finished.send(group)
+            else:
+                session.events.emit(group.event())
 
 
 def _check_sampling(settings: SamplingSettings) -> None:

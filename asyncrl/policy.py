@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -16,15 +17,25 @@ from asyncrl.errors import ConfigError
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Publisher
-from asyncrl.publishing.disk import DiskPublisher
-from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.publishing.carriers import BUCKET_BYTES, Carrier, DiskCarrier, TensorCarrier
+from asyncrl.publishing.distributed import DistributedCarrier
+from asyncrl.publishing.full import FullPublisher, check_pause_mode
+from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe, model_vocab_size
+from asyncrl.publishing.staging import Folders
 from asyncrl.sampling.base import Sampler
 from asyncrl.sampling.launch import EmbeddedServer
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
+from asyncrl.scheduling.rules import KVCache, require_choice, require_count
 
-__all__ = ["OpenPolicy", "Policy"]
+__all__ = ["OpenPolicy", "Policy", "Publication"]
+
+Publication: TypeAlias = Literal["disk", "tensors", "distributed"]
+"""How a version travels: in a folder that servers read, in requests, or (full weights) through a process group."""
+
+_PHASES = 5
+# Of a publication through a process group: waiting for pauses, joining, sending; and once more, server by server.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +53,17 @@ class Policy:
     ``learner``: the parameters, for example ``rl.TorchLearner("models/qwen")``.
     ``sampler``: ``rl.SGLang([..urls..])``; None starts the embedded server in a process of its own on this machine.
     ``directory``: where published versions are written, readable by the servers; the newest is left there as the
-    result. None is a temporary folder.
+    result. None is a temporary folder. With another ``publication`` than "disk" it gets the result only.
+    ``publication``: how versions reach the servers. "tensors" and "distributed" need no common file system.
+    ``bucket_bytes``: of one piece of the weights on these ways.
     ``name``: prefix of adapter names on the servers; runs that share servers need different ones.
     ``pause_mode``: what an update of all weights does to requests under way.
     ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
     after a publication; the default is for float32 on both sides.
-    ``publisher``: None publishes LoRA adapters if the learner trains one, else full weights from disk.
+    ``publisher``: None publishes LoRA adapters if the learner trains one, else full weights.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of publication; each is one sentence above
         self,
         learner: Learner,
         *,
@@ -59,15 +72,33 @@ class Policy:
         directory: Path | str | None = None,
         name: str = "policy",
         sampler_threads: int = 1,
+        publication: Publication = "disk",
+        bucket_bytes: int = BUCKET_BYTES,
         pause_mode: PauseMode = "retract",
         probe_tolerance: float = 1e-3,
     ) -> None:
+        require_choice("publication.way", publication, Publication)
+        require_choice("publication.pause_mode", pause_mode, PauseMode)
+        require_count("publication.bucket_bytes", bucket_bytes, least=1)
+        if not probe_tolerance > 0:
+            raise ConfigError.for_value("publication.probe_tolerance", probe_tolerance, "more than 0")
+        if publication == "distributed" and learner.lora_rank is not None:
+            raise ConfigError(
+                "publication.way is 'distributed', which sends all weights, and the learner trains a LoRA adapter: use "
+                "'disk' or 'tensors'"
+            )
+        if publication == "tensors" and sampler is None:
+            raise ConfigError(
+                "publication.way is 'tensors', which the embedded server does not take: use 'disk', or SGLang servers"
+            )
         self.learner = learner
         self._sampler = sampler
         self._publisher = publisher
         self._directory = None if directory is None else Path(directory).resolve()
         self._name = name
         self._sampler_threads = sampler_threads
+        self._publication = publication
+        self._bucket_bytes = bucket_bytes
         self._pause_mode: PauseMode = pause_mode
         self._probe_tolerance = probe_tolerance
         self._in_use = False
@@ -82,9 +113,16 @@ class Policy:
         """True if a trajectory can keep its version while newer ones are published."""
         return self.learner.lora_rank is not None if self._publisher is None else self._publisher.pins_versions
 
+    def check_kv_cache(self, kv_cache: KVCache | None) -> None:
+        """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
+        if self._publisher is None and not self.pins_versions:
+            check_pause_mode(self._pause_mode, kv_cache)
+
     @asynccontextmanager
-    async def opened(self, events: Events) -> AsyncGenerator[OpenPolicy, None]:
+    async def opened(self, events: Events, *, kv_cache: KVCache | None = None) -> AsyncGenerator[OpenPolicy, None]:
         """Load the model and start or reach the servers; end them at the exit.
+
+        ``kv_cache``: the rule by which trajectories move to newer weights, None if they never do.
 
         What happens to servers is reported in ``events``. Servers that were given are asked first, so that a wrong URL
         is refused before anything is loaded; one of our own starts while the model is loaded.
@@ -113,8 +151,10 @@ class Policy:
             if self._starts_servers:
                 await stack.enter_async_context(sampler.opened())
             await loaded.wait()
-            publisher = self._publisher or await self._make_publisher(sampler, self._versions_directory(stack))
+            publisher = self._publisher or await self._make_publisher(sampler, stack, kv_cache)
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
+            if isinstance(publisher, FullPublisher | LoraPublisher) and self._publication != "disk":
+                await self._leave_result(publisher.newest)
 
     @property
     def _starts_servers(self) -> bool:
@@ -138,11 +178,35 @@ class Policy:
             return self._directory
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-")))
 
-    async def _make_publisher(self, sampler: Sampler, directory: Path) -> Publisher:
+    async def _leave_result(self, version: int) -> None:
+        """What a publication from disk leaves by itself."""
+        if self._directory is not None and version >= 0:
+            await Folders(self.learner, self._directory).stage(version)
+
+    async def _make_publisher(self, sampler: Sampler, stack: AsyncExitStack, kv_cache: KVCache | None) -> Publisher:
         if not isinstance(sampler, SGLang):
             raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
         make_probe = partial(Probe.for_model, self.learner.model_path, tolerance=self._probe_tolerance)
         probe = await anyio.to_thread.run_sync(make_probe)
         if self.learner.lora_rank is not None:
-            return LoraPublisher(self.learner, sampler, directory, self._name, probe=probe)
-        return DiskPublisher(self.learner, sampler, directory, pause_mode=self._pause_mode, probe=probe)
+            adapters = (
+                DiskAdapters(self.learner, self._versions_directory(stack))
+                if self._publication == "disk"
+                else TensorAdapters(self.learner)
+            )
+            return LoraPublisher(self.learner, sampler, adapters, self._name, probe=probe)
+        carrier = self._carrier(sampler, stack)
+        return FullPublisher(
+            self.learner, sampler, carrier, pause_mode=self._pause_mode, kv_cache=kv_cache, probe=probe
+        )
+
+    def _carrier(self, sampler: SGLang, stack: AsyncExitStack) -> Carrier:
+        """How all weights travel."""
+        if self._publication == "disk":
+            return DiskCarrier(self.learner, self._versions_directory(stack))
+        if self._publication == "tensors":
+            return TensorCarrier(self.learner, bucket_bytes=self._bucket_bytes)
+        phase_s = sampler.timeouts.publication_s / _PHASES
+        carrier = DistributedCarrier(self.learner, phase_s=phase_s, bucket_bytes=self._bucket_bytes)
+        stack.push_async_callback(carrier.close)
+        return carrier

@@ -104,6 +104,17 @@ class Learner(Protocol):
         """
         ...
 
+    async def weights(self) -> Mapping[str, Any]:
+        """A copy of the current parameters, which no later step changes: tensors on the learner's device.
+
+        The names are those of the files that ``export`` writes. LoRA: the adapter's alone.
+        """
+        ...
+
+    async def adapter_config(self) -> Mapping[str, Any]:
+        """What ``adapter_config.json`` says about the adapter. Called only if ``lora_rank`` is not None."""
+        ...
+
     async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
         """(T - start,) log-probabilities of ``tokens[start:]`` under the current parameters, logits / temperature."""
         ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
@@ -18,6 +18,8 @@ from asyncrl.scheduling.rules import require_choice, require_count
 from asyncrl.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
+    import torch
+
     from asyncrl.learning.torch_model import TorchModel
 
 __all__ = ["DType", "TorchLearner"]
@@ -106,6 +108,14 @@ class TorchLearner:
     async def export(self, directory: Path) -> None:
         """See ``Learner``."""
         await self._worker.run(self._opened.export, directory)
+
+    async def weights(self) -> Mapping[str, torch.Tensor]:
+        """See ``Learner``."""
+        return await self._worker.run(self._opened.weights)
+
+    async def adapter_config(self) -> Mapping[str, Any]:
+        """See ``Learner``. It never changes, so nothing that the worker does is waited for."""
+        return self._opened.adapter_config()
 
     async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
         """See ``Learner``."""

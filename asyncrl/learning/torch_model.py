@@ -17,6 +17,7 @@ import orjson
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -149,7 +150,33 @@ class TorchModel:
                 for file in self._path.glob(pattern):
                     shutil.copy(file, directory)
             return
-        _export_adapter(self._lora, self._path, directory)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(self._lora).items()}
+        save_file(tensors, directory / "adapter_model.safetensors")
+        config = orjson.dumps(self.adapter_config(), option=orjson.OPT_INDENT_2)
+        (directory / "adapter_config.json").write_bytes(config)
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, torch.Tensor]:
+        """See ``Learner``."""
+        tensors = _adapter_tensors(self._lora) if self._lora is not None else _file_tensors(self._causal)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def adapter_config(self) -> dict[str, Any]:
+        """See ``Learner``. Plain scaling, which is all that SGLang reads."""
+        config = self._lora.peft_config["default"]
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self._path),
+            "r": config.r,
+            "lora_alpha": config.lora_alpha,
+            "lora_dropout": 0.0,
+            # PEFT may keep whole paths ("model.layers.0.mlp.down_proj"); servers look for the last name.
+            "target_modules": sorted({name.rpartition(".")[2] for name in config.target_modules}),
+            "bias": "none",
+            "use_rslora": False,
+            "use_dora": False,
+        }
 
     @torch.no_grad()
     def logprobs(self, tokens: IntArray, start: int, temperature: float) -> FloatArray:
@@ -276,26 +303,18 @@ def _with_adapter(model: Any, lora: LoraConfig) -> Any:
         raise ConfigError.for_value("lora.target_modules", targets, f"modules of this model: {error}") from error
 
 
-def _export_adapter(adapted: Any, base: Path, directory: Path) -> None:
-    """A PEFT folder with plain scaling, which is all that SGLang reads."""
+def _adapter_tensors(adapted: Any) -> dict[str, torch.Tensor]:
     import peft
 
-    tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors"
-    )
-    config = adapted.peft_config["default"]
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": config.r,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": 0.0,
-        # PEFT may keep whole paths ("model.layers.0.mlp.down_proj"); servers look for the last name.
-        "target_modules": sorted({name.rpartition(".")[2] for name in config.target_modules}),
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-    }
-    (directory / "adapter_config.json").write_bytes(orjson.dumps(described, option=orjson.OPT_INDENT_2))
+    tensors: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    return tensors
+
+
+def _file_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names that they have in its files: each once, though layers may share it."""
+    kept: dict[int, str] = {}
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for name, tensor in state.items():
+        kept.setdefault(tensor.data_ptr(), name)
+    named: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: state[name] for name in kept.values()})
+    return named

@@ -19,7 +19,7 @@ class Address:
 
 
 class Publisher(Protocol):
-    """Makes versions live. Real: ``LoraPublisher``, ``DiskPublisher``. Fake: ``asyncrl.testing.ScriptedPublisher``."""
+    """Makes versions live. Real: ``LoraPublisher``, ``FullPublisher``. Fake: ``asyncrl.testing.ScriptedPublisher``."""
 
     @property
     def pins_versions(self) -> bool:

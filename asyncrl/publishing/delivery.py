@@ -6,7 +6,8 @@ server takes requests without the version that is being delivered.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import anyio
 
@@ -14,18 +15,82 @@ from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, Serve
 from asyncrl.publishing.staging import Release
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
+from asyncrl.scheduling.pulse import Pulse
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "Install", "Round"]
+
+
+class Round:
+    """One delivery. A way that serves many servers at once waits here until each has arrived or was given up.
+
+    ``urls``: the servers that take part. ``returning``: one server that was away, by itself.
+    """
+
+    def __init__(self, urls: Iterable[str], *, returning: bool = False) -> None:
+        self.returning = returning
+        self._awaited = set(urls)
+        self._present: list[ServerControl] = []
+        self._outcome: Mapping[str, Exception] | None = None
+        self._changed = Pulse()
+
+    def leave(self, url: str) -> None:
+        """``url`` has what it should have, or will not get it: nobody waits for it any longer."""
+        self._awaited.discard(url)
+        self._changed.notify()
+
+    async def together(
+        self,
+        server: ServerControl,
+        serve: Callable[[list[ServerControl]], Awaitable[Mapping[str, Exception]]],
+        *,
+        patience_s: float,
+    ) -> None:
+        """Serve ``server`` with all others that come here within ``patience_s``.
+
+        Whoever came first calls ``serve`` for all of them; it returns which failed, and why. Raises what is said about
+        ``server``.
+        """
+        if not self._awaited:
+            raise PublicationError(f"{server.url} was ready too late for the update of the others")
+        self._present.append(server)
+        self.leave(server.url)
+        if self._present[0] is server:
+            await self._lead(serve, patience_s)
+        else:
+            await self._changed.wait_until(lambda: self._outcome is not None)
+        assert self._outcome is not None
+        if server.url in self._outcome:
+            raise self._outcome[server.url]
+
+    async def _lead(
+        self, serve: Callable[[list[ServerControl]], Awaitable[Mapping[str, Exception]]], patience_s: float
+    ) -> None:
+        outcome: Mapping[str, Exception] | None = None
+        try:
+            with anyio.move_on_after(patience_s):
+                await self._changed.wait_until(lambda: not self._awaited)
+            self._awaited.clear()
+            outcome = await serve(self._present)
+        finally:
+            self._awaited.clear()
+            if outcome is None:
+                message = "the update of all servers at once was given up"
+                outcome = {server.url: PublicationError(message) for server in self._present}
+            self._outcome = outcome
+            self._changed.notify()
+
+
+Install: TypeAlias = Callable[[ServerControl, Release, Round], Awaitable[float]]
+"""Makes a release live on a server, verifies it and returns the probe's difference.
+
+It may be called again for a release that the server already has.
+"""
 
 
 class Delivery:
-    """Owns what the servers must hold: the last release given to ``to_all``.
+    """Owns what the servers must hold: the last release given to ``to_all``."""
 
-    ``install(server, release)`` makes ``release`` live on ``server``, verifies it and returns the probe's difference.
-    It may be called again for a release that the server already has.
-    """
-
-    def __init__(self, sampler: SGLang, install: Callable[[ServerControl, Release], Awaitable[float]]) -> None:
+    def __init__(self, sampler: SGLang, install: Install) -> None:
         self._sampler = sampler
         self._install = install
         self._release: Release | None = None
@@ -43,9 +108,11 @@ class Delivery:
         self._release = release
         self._differences.clear()
         self._failures.clear()
+        servers = self._sampler.live
+        together = Round(server.url for server in servers)
         async with anyio.create_task_group() as tasks:
-            for server in self._sampler.live:
-                tasks.start_soon(self._deliver, server, release)
+            for server in servers:
+                tasks.start_soon(self._deliver, server, release, together)
         for failure in self._failures.values():
             if isinstance(failure, ProbeMismatch):
                 raise failure
@@ -57,16 +124,18 @@ class Delivery:
             raise PublicationError(f"no server took version {release.version}: {reasons or error}") from error
         return max(self._differences.values())
 
-    async def _deliver(self, server: ServerControl, release: Release) -> None:
+    async def _deliver(self, server: ServerControl, release: Release, together: Round) -> None:
         limit_s = self._sampler.timeouts.publication_s
         try:
             with anyio.fail_after(limit_s):
-                await self._install_once(server, release)
+                await self._install_once(server, release, together)
         except TimeoutError:
             late = ServerUnavailable(f"{server.url} did not take version {release.version} within {limit_s:g} s")
             self._failures[server.url] = late
         except (SamplingError, PublicationError) as error:
             self._failures[server.url] = error
+        finally:
+            together.leave(server.url)
         if server.url in self._failures:
             self._sampler.quarantine(server.url, str(self._failures[server.url]))
 
@@ -74,12 +143,12 @@ class Delivery:
         """Install whatever is the release at the end of the installation."""
         installed = None
         while (release := self._release) is not None and release is not installed:
-            await self._install_once(server, release)
+            await self._install_once(server, release, Round([server.url], returning=True))
             installed = release
 
-    async def _install_once(self, server: ServerControl, release: Release) -> None:
+    async def _install_once(self, server: ServerControl, release: Release, together: Round) -> None:
         # A delivery and a return may meet on one server; pauses and loads of the two must not interleave.
         async with self._locks.setdefault(server.url, anyio.Lock()):
-            difference = await self._install(server, release)
+            difference = await self._install(server, release, together)
         if release is self._release:
             self._differences[server.url] = difference

@@ -177,6 +177,14 @@ class ScriptedLearner:
     async def export(self, directory: Path) -> None:
         """Nothing is written."""
 
+    async def weights(self) -> Mapping[str, Any]:
+        """There are none."""
+        return {}
+
+    async def adapter_config(self) -> Mapping[str, Any]:
+        """Nothing but the rank."""
+        return {"peft_type": "LORA", "r": self.lora_rank}
+
     async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
         """Zeros."""
         return np.zeros(len(tokens) - start, dtype=np.float32)

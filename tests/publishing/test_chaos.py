@@ -11,8 +11,9 @@ import pytest
 
 from asyncrl.errors import ProtocolError
 from asyncrl.publishing.base import Publisher
-from asyncrl.publishing.disk import DiskPublisher
-from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.publishing.carriers import DiskCarrier
+from asyncrl.publishing.full import FullPublisher
+from asyncrl.publishing.lora import DiskAdapters, LoraPublisher
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
@@ -41,9 +42,9 @@ class _World:
         self.learner = ThetaLearner()
         self.sampler = SGLang(list(self.servers), transport=network(self.servers), retries=20)
         self.publisher: Publisher = (
-            LoraPublisher(self.learner, self.sampler, directory, "run", probe=PROBE)
+            LoraPublisher(self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE)
             if lora
-            else DiskPublisher(self.learner, self.sampler, directory, probe=PROBE)
+            else FullPublisher(self.learner, self.sampler, DiskCarrier(self.learner, directory), probe=PROBE)
         )
         self.published = -1
         self.segments: list[Segment] = []

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProbeMismatch, PublicationError, StalenessError
 from asyncrl.events import Event, Notice
-from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.publishing.lora import DiskAdapters, LoraPublisher
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
@@ -31,7 +31,9 @@ class Run:
         self.directory = directory
         self.learner = ThetaLearner()
         self.sampler = SGLang(list(servers), transport=network(servers))
-        self.publisher = LoraPublisher(self.learner, self.sampler, directory, "run", probe=PROBE)
+        self.publisher = LoraPublisher(
+            self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE
+        )
         self.notices: list[str] = []
         self.sampler.events.subscribe(self._note)
         self.changed = anyio.Event()
@@ -273,6 +275,6 @@ async def test_a_version_published_while_a_server_is_restored_is_not_missed(tmp_
 @pytest.mark.parametrize("name", ["a:b", "", "a b", "../a"])
 async def test_names_that_servers_or_paths_misread_are_refused(tmp_path: Path, name: str) -> None:
     """A colon, for one, separates base model and adapter on some routes."""
-    sampler = SGLang([URL])
+    learner, sampler = ThetaLearner(), SGLang([URL])
     with pytest.raises(ConfigError, match=r"policy\.name"):
-        LoraPublisher(ThetaLearner(), sampler, tmp_path, name, probe=PROBE)
+        LoraPublisher(learner, sampler, DiskAdapters(learner, tmp_path), name, probe=PROBE)

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProbeMismatch, ProtocolError
 from asyncrl.publishing.probe import Probe, model_vocab_size
-from asyncrl.publishing.staging import Staging
+from asyncrl.publishing.staging import Folders, Staging
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import Fault, ScriptedServer, network
@@ -114,7 +114,8 @@ async def test_a_version_appears_complete_or_not_at_all(tmp_path: Path) -> None:
                 raise OSError("disk full")
 
     learner = Learner(theta=-1.0)
-    staging = Staging(learner, tmp_path, Probe(tokens=TOKENS))
+    folders = Folders(learner, tmp_path)
+    staging = Staging(learner, folders, Probe(tokens=TOKENS))
     with pytest.raises(OSError, match="disk full"):
         await staging.stage(3)
     assert not (tmp_path / "v000003").exists()
@@ -122,7 +123,7 @@ async def test_a_version_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     release = await staging.stage(3)
     assert seen == [False, False]
     assert _names(tmp_path) == ["v000003"]
-    assert read_theta(release.folder) == 1.0
+    assert read_theta(folders.folder(3)) == 1.0
     assert np.array_equal(release.reference, theta_logprobs(TOKENS[1:], 1.0))
 
 
@@ -131,7 +132,7 @@ async def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     for name in ("v000003", ".v000003.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "old").touch()
-    await Staging(ThetaLearner(theta=2.0), tmp_path, Probe(tokens=TOKENS)).stage(3)
+    await Folders(ThetaLearner(theta=2.0), tmp_path).stage(3)
     assert _names(tmp_path / "v000003") == ["theta.json"]
 
 
@@ -140,5 +141,5 @@ async def test_without_a_probe_one_is_made_for_the_learners_model(tmp_path: Path
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     learner = ThetaLearner()
     learner.model_path = tmp_path
-    release = await Staging(learner, tmp_path / "published", None).stage(0)
+    release = await Staging(learner, Folders(learner, tmp_path / "published"), None).stage(0)
     assert len(release.reference) == 23

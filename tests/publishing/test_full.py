@@ -13,7 +13,8 @@ import pytest
 
 from asyncrl.errors import ProbeMismatch
 from asyncrl.publishing.base import Address
-from asyncrl.publishing.disk import DiskPublisher
+from asyncrl.publishing.carriers import DiskCarrier
+from asyncrl.publishing.full import FullPublisher
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.pool import rendezvous
@@ -34,7 +35,8 @@ class Run:
     def __init__(self, directory: Path, servers: dict[str, ScriptedServer], mode: PauseMode) -> None:
         self.learner = ThetaLearner(lora_rank=None)
         self.sampler = SGLang(list(servers), transport=network(servers))
-        self.publisher = DiskPublisher(self.learner, self.sampler, directory, pause_mode=mode, probe=PROBE)
+        carrier = DiskCarrier(self.learner, directory)
+        self.publisher = FullPublisher(self.learner, self.sampler, carrier, pause_mode=mode, probe=PROBE)
 
     async def publish(self, *versions: int) -> None:
         for version in versions:

@@ -1,0 +1,177 @@
+"""FullPublisher: all weights, replaced on running servers.
+
+One server holds one version. Requests that run during the update go on under the new weights, and the server says
+which of their tokens are of which version; a trajectory cannot keep its version. How the weights travel is the
+carrier's part; the rule is here: which requests must end before, pause, replace, flush, verify, go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import anyio
+
+from asyncrl.errors import ConfigError, ProtocolError, SamplingError
+from asyncrl.learning.base import Learner
+from asyncrl.publishing.base import Address
+from asyncrl.publishing.carriers import Carrier
+from asyncrl.publishing.delivery import Delivery, Round
+from asyncrl.publishing.probe import Probe
+from asyncrl.publishing.staging import Release, Staging
+from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.wire import PauseMode
+from asyncrl.scheduling.rules import KVCache
+
+__all__ = ["FullPublisher", "Prefixes", "check_pause_mode", "replace_weights"]
+
+_KEPT = 2
+# The newest, which a server that was away still has to get, and the one before it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """What an update does about context that older weights computed."""
+
+    flush: bool
+    """Forget all of it: whatever runs computes its context again."""
+    oldest_anchor: int | None
+    """Requests on a prefix of an older version must end before the update; None: none must."""
+
+    @classmethod
+    def at_update(cls, version: int, kv_cache: KVCache | None) -> Prefixes:
+        """The rule (DESIGN.md 4.9) at the update to ``version``.
+
+        New requests need no protection, because each version has a cache namespace of its own. It is the requests under
+        way that carry a prefix over the update. Worked example, ``max_staleness=1``, update to 7: a request on the
+        prefix of 6 goes on, one on the prefix of 5 must end first, for under 7 that prefix would have age 2.
+        """
+        if kv_cache is None or kv_cache.max_staleness == 0:
+            return cls(flush=True, oldest_anchor=None)
+        return cls(flush=False, oldest_anchor=version - kv_cache.max_staleness)
+
+
+def check_pause_mode(pause_mode: PauseMode, kv_cache: KVCache | None) -> None:
+    """Refuse a pause that keeps running requests on context that the rule wants computed again."""
+    if pause_mode == "in_place" and kv_cache is not None and kv_cache.max_staleness == 0:
+        raise ConfigError(
+            "pause_mode is 'in_place', which lets requests go on with context of older weights, and "
+            "kv_cache.max_staleness is 0, which allows none: use pause_mode='retract' or 'abort', or a "
+            "kv_cache.max_staleness of at least 1"
+        )
+
+
+class FullPublisher:
+    """Publishes all weights to the servers of ``sampler``.
+
+    ``carrier``: how they travel.
+    ``pause_mode``: what becomes of running requests. ``retract`` computes their context again under the new weights, as
+    far as the prefix cache does not have it, ``in_place`` lets them go on with the context of the old ones, ``abort``
+    ends them with what they have.
+    ``kv_cache``: how old a prefix may be that requests reuse; None if no request should cross an update.
+    ``probe``: None makes one for the learner's model.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        sampler: SGLang,
+        carrier: Carrier,
+        *,
+        pause_mode: PauseMode = "retract",
+        kv_cache: KVCache | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        check_pause_mode(pause_mode, kv_cache)
+        self._sampler = sampler
+        self._carrier = carrier
+        self._staging = Staging(learner, carrier.store, probe)
+        self._pause_mode = pause_mode
+        self._kv_cache = kv_cache
+        self.newest = -1
+        """The newest published version; -1: none."""
+        self._releases: dict[int, Release] = {}
+        self._delivery = Delivery(sampler, self._install)
+        sampler.in_place_updates = pause_mode == "in_place"
+
+    @property
+    def pins_versions(self) -> bool:
+        """A server holds one version."""
+        return False
+
+    async def stage(self, version: int) -> None:
+        """Keep the weights and note what the learner says about the probe."""
+        self._releases[version] = await self._staging.stage(version)
+
+    async def publish(self, version: int) -> float:
+        """Update every server to the staged weights; see ``Publisher``."""
+        difference = await self._delivery.to_all(self._releases[version])
+        self.newest = version
+        published = sorted(staged for staged in self._releases if staged <= version)
+        for old in published[:-_KEPT]:
+            await self._staging.remove(self._releases.pop(old))
+        return difference
+
+    def address(self, version: int, anchor: int | None = None) -> Address:
+        """The base weights, with a namespace that keeps a new request from reusing the context of older ones."""
+        return Address(adapter=None, extra_key=f"v{version if anchor is None else anchor}")
+
+    def hold(self, version: int) -> None:
+        """Nothing can be held."""
+
+    def release(self, version: int) -> None:
+        """Nothing was held."""
+
+    async def _install(self, server: ServerControl, release: Release, together: Round) -> float:
+        prefixes = Prefixes.at_update(release.version, self._kv_cache)
+        mode = self._pause_mode
+        if together.returning:
+            # Its cache may have been filled under weights that were half replaced.
+            mode, prefixes = "retract", Prefixes(flush=True, oldest_anchor=None)
+        elif prefixes.oldest_anchor is not None:
+            await self._sampler.abort_older(server.url, prefixes.oldest_anchor)
+        label = str(release.version)
+        await replace_weights(
+            self._sampler,
+            server,
+            label,
+            lambda: self._carrier.update(server, release.version, label, together),
+            pause_mode=mode,
+            # Frozen requests hold on to their context, and the server refuses to forget it under them.
+            flush=prefixes.flush and mode != "in_place",
+        )
+        return await self._staging.check(server, release)
+
+
+async def replace_weights(
+    sampler: SGLang,
+    server: ServerControl,
+    label: str,
+    update: Callable[[], Awaitable[None]],
+    *,
+    pause_mode: PauseMode,
+    flush: bool,
+) -> None:
+    """Have ``update`` replace the base weights of one server inside a pause, and verify that it reports ``label``.
+
+    The server goes on whatever happens, also if this is cancelled; if anything failed it is quarantined before that.
+    ``flush``: forget the prefix cache in between; not possible with ``in_place``.
+    """
+    try:
+        await server.pause(pause_mode)
+        await update()
+        if flush:
+            await server.flush()
+        found = await server.weight_label()
+        if found != label:
+            raise ProtocolError(f"{server.url} holds weights {found!r} after an update to {label!r}")
+    except BaseException:
+        # The weights may be half replaced: no request may go on under them, so this comes before continue_.
+        sampler.quarantine(server.url, f"its update to version {label} failed")
+        with anyio.CancelScope(shield=True), suppress(SamplingError):
+            await server.continue_()
+        raise
+    with anyio.CancelScope(shield=True):
+        await server.continue_()
