@@ -6,8 +6,8 @@ log-probabilities are what the server sent, or nothing is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = ["PauseMode", "error_text", "generate_body", "parse_segment"]
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 """What a pause does to running requests: end them with what they have, compute them again later, or freeze them."""
 
+_INTEGER, _NUMBER = frozenset({int}), frozenset({int, float})
 _ERROR_KEYS = ("error", "error_message", "message", "detail")
 
 
@@ -66,7 +67,7 @@ def parse_segment(
     """
     try:
         meta = body["meta_info"]
-        ids = list(body["output_ids"])
+        ids = body["output_ids"]
         entries = meta.get("output_token_logprobs") or []
         values, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
         versions = _versions(meta, len(ids), request, in_place=in_place)
@@ -78,13 +79,19 @@ def parse_segment(
         raise ProtocolError(
             f"the reply has {len(ids)} ids, {len(entries)} log-probabilities and completion_tokens {completion}"
         )
-    if ids != named:
+    if ids != named or not _INTEGER.issuperset(map(type, ids)):
         raise ProtocolError("the reply's ids are not the ids of its log-probabilities")
-    if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
+    # Of all values at once, for one by one this would be most of the work of a reply.
+    logprobs = np.array(values, dtype=np.float64) if _NUMBER.issuperset(map(type, values)) else None
+    if logprobs is None or not np.isfinite(logprobs).all():
         raise ProtocolError("the reply has a log-probability that is not a finite number")
+    if request.replica and any(span.version != request.version for span in versions):
+        raise ProtocolError(
+            f"a request for version {request.version} was answered by {[span.version for span in versions]}"
+        )
     return Segment(
         tokens=np.array(ids, dtype=np.int32),
-        logprobs=np.array(values, dtype=np.float32),
+        logprobs=logprobs.astype(np.float32),
         versions=versions,
         stop=_stop_reason(reason),
         cached_tokens=int(meta.get("cached_tokens") or 0),
@@ -132,33 +139,50 @@ def _versions(
         # the older counts.
         label = min(request.version, _label(meta.get("weight_version")))
         return (VersionSpan(version=label, start=0, end=tokens),)
-    labels = _per_token(spans, tokens)
-    if in_place:
-        # The step that was under way at the switch used the old weights, but is reported as the new version's.
-        labels = [min(labels[max(0, i - 1)], label) for i, label in enumerate(labels)]
-    return _spans(labels)
+    return _merged(_shifted(_covering(spans, tokens)) if in_place else _covering(spans, tokens))
 
 
-def _per_token(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[int]:
-    labels: list[int] = []
+def _covering(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[VersionSpan]:
+    """The reported spans, none of them empty. Raises ``ProtocolError`` unless they cover all tokens once."""
+    found: list[VersionSpan] = []
+    end = 0
     for span in spans:
-        if span["start"] != len(labels):
-            raise ProtocolError(f"the reply's weight_versions {spans} leave a gap at {len(labels)}")
-        labels += [_label(span["version"])] * (span["end"] - span["start"])
-    if len(labels) != tokens:
+        if span["start"] != end or span["end"] < end:
+            raise ProtocolError(f"the reply's weight_versions {spans} leave a gap at {end}")
+        if span["end"] > end:
+            found.append(VersionSpan(version=_label(span["version"]), start=end, end=span["end"]))
+        end = span["end"]
+    if end != tokens:
         raise ProtocolError(f"the reply's weight_versions {spans} do not cover {tokens} tokens")
-    return labels
+    return found
+
+
+def _shifted(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """The step that was under way at a switch used the old weights, but is reported as the new version's.
+
+    Version 1 for tokens 0 to 3 and version 2 for 4 to 9 becomes 1 for 0 to 4 and 2 for 5 to 9.
+    """
+    found = list(spans[:1])
+    for before, span in pairwise(spans):
+        late = span.start + (before.version < span.version)
+        if late > span.start:
+            found.append(VersionSpan(version=before.version, start=span.start, end=late))
+        if late < span.end:
+            found.append(VersionSpan(version=span.version, start=late, end=span.end))
+    return found
+
+
+def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    merged = list(spans[:1])
+    for span in spans[1:]:
+        if span.version == merged[-1].version:
+            merged[-1] = VersionSpan(version=span.version, start=merged[-1].start, end=span.end)
+        else:
+            merged.append(span)
+    return tuple(merged)
 
 
 def _label(label: object) -> int:
     if not str(label).isdecimal():
         raise ProtocolError(f"the reply was sampled by weights {label!r}, which are no version of ours")
     return int(str(label))
-
-
-def _spans(labels: Sequence[int]) -> tuple[VersionSpan, ...]:
-    starts = [i for i, label in enumerate(labels) if i == 0 or label != labels[i - 1]]
-    ends = [*starts[1:], len(labels)]
-    return tuple(
-        VersionSpan(version=labels[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)
-    )

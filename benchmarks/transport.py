@@ -1,0 +1,335 @@
+"""What does one sampled segment cost in CPU between the engine and the socket, and does that grow with concurrency?
+
+``SGLang.sample`` (checks, choice of a server, body, HTTP, parsing and checking the reply) beside bare aiohttp that
+sends the same bytes to the same server and only decodes the reply. The server is a process of its own that keeps as
+many requests as asked for in flight: it answers the oldest when the last one has come. CPU is that of this process.
+Prints one JSON line for each question.
+
+    uv run python benchmarks/transport.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import numpy as np
+import orjson
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from asyncrl.sampling.base import SegmentRequest  # noqa: E402  found by the line above
+from asyncrl.sampling.sglang import SGLang  # noqa: E402
+from asyncrl.sampling.wire import generate_body  # noqa: E402
+from benchmarks.answer import Answer  # noqa: E402
+
+CONCURRENCY = (256, 1024, 4096, 10_000)
+PROMPT_TOKENS = 512
+REPLY_TOKENS = (200, 500)
+ROUNDS = 3
+"""Requests of each place in flight: the first opens its connection, the others use it again."""
+MOST_MS, FLAT_WITHIN, MOST_OF_AIOHTTP, MOST_LAG = 1.5, 1.5, 3.0, 3.0
+_TICK_S = 0.01
+_LEAST_REQUESTS = 3072
+
+
+class HoldingServer:
+    """The ASGI application of the server's process: ``/hold`` says how many requests to keep, ``total`` when to end."""
+
+    def __init__(self) -> None:
+        self._held: list[anyio.Event] = []
+        self._keep = self._left = 0
+        self._replies = [_reply(tokens) for tokens in range(*REPLY_TOKENS, 10)]
+        self._served = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        content = b"{}"
+        if path == "/hold":
+            order = orjson.loads(body)
+            self._keep, self._left = order["keep"], order["total"]
+        elif path == "/generate":
+            await self._turn()
+            self._served += 1
+            content = self._replies[self._served % len(self._replies)]
+        elif path == "/v1/loads":
+            content = b'{"loads":[{"num_running_reqs":0,"num_waiting_reqs":0}]}'
+        elif path == "/server_info":
+            content = b'{"version":"scripted"}'
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _turn(self) -> None:
+        mine = anyio.Event()
+        self._held.append(mine)
+        self._left -= 1
+        if self._left <= 0:
+            released, self._held = self._held, []
+        elif len(self._held) >= self._keep:
+            # Some at a time, as an engine's step ends some requests.
+            some = max(1, self._keep // 64)
+            released, self._held = self._held[:some], self._held[some:]
+        else:
+            released = []
+        for event in released:
+            event.set()
+        await mine.wait()
+
+
+def _reply(tokens: int) -> bytes:
+    rng = random.Random(tokens)
+    ids = [rng.randrange(150_000) for _ in range(tokens)]
+    meta = {
+        "id": "0" * 32,
+        "finish_reason": {"type": "length", "length": tokens},
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": tokens,
+        "cached_tokens": 0,
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-rng.expovariate(1.0), token, None] for token in ids],
+        "output_token_logprobs_length": tokens,
+    }
+    return orjson.dumps({"text": "x" * tokens * 4, "output_ids": ids, "meta_info": meta})
+
+
+def serve(port: int) -> None:
+    """The server's process."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        HoldingServer(), host="127.0.0.1", port=port, log_level="critical", lifespan="off", backlog=4096
+    )
+    uvicorn.Server(config).run()
+
+
+@contextmanager
+def _server(port: int) -> Iterator[str]:
+    command = [sys.executable, __file__, "--serve", str(port)]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            while True:
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def _request(key: int) -> SegmentRequest:
+    rng = np.random.default_rng(key)
+    return SegmentRequest(
+        trajectory_id=str(key),
+        input_ids=rng.integers(0, 150_000, PROMPT_TOKENS, dtype=np.int32),
+        max_new_tokens=512,
+        version=0,
+        extra_key="v0",
+        seed=key,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run: CPU per request, and how late the loop was."""
+
+    cpu_ms: float
+    lag_p99_ms: float
+    lag_most_ms: float
+
+
+Ask = Callable[[SegmentRequest], Awaitable[object]]
+
+
+@asynccontextmanager
+async def _ours(url: str) -> AsyncGenerator[Ask, None]:
+    async with SGLang([url]).opened() as sampler:
+        yield sampler.sample
+
+
+@asynccontextmanager
+async def _bare(url: str) -> AsyncGenerator[Ask, None]:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
+
+        async def ask(request: SegmentRequest) -> object:
+            body = generate_body(request, rid="0" * 32)
+            content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+            async with session.post(url + "/generate", data=content, headers=headers) as response:
+                return orjson.loads(await response.read())
+
+        yield ask
+
+
+async def _hold(url: str, *, keep: int, total: int) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url + "/hold", data=orjson.dumps({"keep": keep, "total": total})) as response:
+            await response.read()
+
+
+async def _measure(url: str, opened: Callable[[str], Any], concurrency: int) -> Measured:
+    """``ROUNDS`` requests from each of ``concurrency`` tasks; small ones are repeated, on new connections each time."""
+    requests = [_request(key) for key in range(min(concurrency, 512))]
+    lags: list[float] = []
+    repeats = max(1, _LEAST_REQUESTS // (concurrency * ROUNDS))
+    cpu_s = 0.0
+    for _ in range(repeats):
+        async with opened(url) as ask:
+            await _hold(url, keep=concurrency, total=concurrency * ROUNDS)
+            started = time.process_time()
+            await _all(ask, requests, concurrency, lags)
+            cpu_s += time.process_time() - started
+    lags.sort()
+    return Measured(
+        cpu_ms=cpu_s / (repeats * concurrency * ROUNDS) * 1e3,
+        lag_p99_ms=lags[int(len(lags) * 0.99)] * 1e3,
+        lag_most_ms=lags[-1] * 1e3,
+    )
+
+
+async def _all(ask: Ask, requests: list[SegmentRequest], concurrency: int, lags: list[float]) -> None:
+    async def work(index: int) -> None:
+        for number in range(ROUNDS):
+            await ask(requests[(index + number) % len(requests)])
+
+    async def tick() -> None:
+        while True:
+            due = anyio.current_time() + _TICK_S
+            await anyio.sleep_until(due)
+            lags.append(anyio.current_time() - due)
+
+    async with anyio.create_task_group() as ticking:
+        ticking.start_soon(tick)
+        async with anyio.create_task_group() as tasks:
+            for index in range(concurrency):
+                tasks.start_soon(work, index)
+        ticking.cancel_scope.cancel()
+
+
+async def _after_churn(url: str, concurrency: int) -> tuple[int, int]:
+    """Half of ``concurrency`` requests are cancelled at random moments; how many of as many later ones succeed."""
+    rng = random.Random(0)
+    succeeded = 0
+    async with SGLang([url]).opened() as sampler:
+        await _hold(url, keep=concurrency // 2, total=10**9)
+
+        async def hurried(index: int) -> None:
+            with anyio.move_on_after(rng.uniform(0.0, 2.0) if index % 2 else None):
+                await sampler.sample(_request(index))
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(concurrency):
+                tasks.start_soon(hurried, index)
+            await anyio.sleep(4.0)
+            await _hold(url, keep=0, total=0)
+            # One more request makes the server look, and let go of what it holds.
+            await sampler.sample(_request(0))
+
+        async def later(index: int) -> None:
+            nonlocal succeeded
+            await sampler.sample(_request(index))
+            succeeded += 1
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(concurrency):
+                tasks.start_soon(later, index)
+    return succeeded, concurrency
+
+
+def answers(url: str, concurrencies: tuple[int, ...]) -> Iterator[Answer]:
+    """Measure everything."""
+    for opened in (_ours, _bare):
+        anyio.run(_measure, url, opened, 64)  # warm up
+    smallest = 0.0
+    for concurrency in concurrencies:
+        bare = anyio.run(_measure, url, _bare, concurrency)
+        ours = anyio.run(_measure, url, _ours, concurrency)
+        smallest = smallest or ours.cpu_ms
+        yield Answer(
+            question=f"CPU per segment, {concurrency} in flight",
+            figure=ours.cpu_ms,
+            unit="ms",
+            anchor="bare aiohttp, the same bytes",
+            anchor_figure=bare.cpu_ms,
+            ratio=ours.cpu_ms / bare.cpu_ms,
+            goal=f"at most {MOST_MS} ms and {MOST_OF_AIOHTTP:g} times aiohttp's",
+            meets_goal=ours.cpu_ms <= MOST_MS and ours.cpu_ms <= MOST_OF_AIOHTTP * bare.cpu_ms,
+        )
+        yield Answer(
+            question=f"growth of CPU per segment to {concurrency} in flight",
+            figure=ours.cpu_ms,
+            unit="ms",
+            anchor=f"the same at {concurrencies[0]}",
+            anchor_figure=smallest,
+            ratio=ours.cpu_ms / smallest,
+            goal=f"at most {FLAT_WITHIN:g} times",
+            meets_goal=ours.cpu_ms <= FLAT_WITHIN * smallest,
+        )
+        yield Answer(
+            question=f"event-loop lag (99 % of the time at most), {concurrency} in flight",
+            figure=ours.lag_p99_ms,
+            unit="ms",
+            anchor="bare aiohttp",
+            anchor_figure=bare.lag_p99_ms,
+            ratio=ours.lag_p99_ms / bare.lag_p99_ms,
+            goal=f"at most {MOST_LAG:g} times aiohttp's",
+            meets_goal=ours.lag_p99_ms <= MOST_LAG * bare.lag_p99_ms,
+        )
+    succeeded, asked = anyio.run(_after_churn, url, 2048)
+    yield Answer(
+        question="requests that succeed after half of 2048 were cancelled at random moments",
+        figure=succeeded,
+        unit="requests",
+        anchor="requests made",
+        anchor_figure=asked,
+        ratio=succeeded / asked,
+        goal="all",
+        meets_goal=succeeded == asked,
+    )
+
+
+def main() -> None:
+    """Print one line for each question."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help="of the server; 0: any free one")
+    parser.add_argument("--most", type=int, default=CONCURRENCY[-1], help="leave out higher concurrencies")
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        serve(arguments.serve)
+        return
+    port = arguments.port
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    with _server(port) as url:
+        for answer in answers(url, tuple(each for each in CONCURRENCY if each <= arguments.most)):
+            print(answer.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
