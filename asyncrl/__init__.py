@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncrl.policy import Policy
     from asyncrl.rollout.budget import Budget
     from asyncrl.rollout.env import Env, TurnResult
+    from asyncrl.rollout.failures import Failures
     from asyncrl.rollout.tools import tool
     from asyncrl.sampling.sglang import SGLang
     from asyncrl.sampling.sglangcommand import SGLangOptions
@@ -38,6 +39,7 @@ __all__ = [
     "DecoupledPPO",
     "Env",
     "Evaluator",
+    "Failures",
     "ForwardBackwardBatch",
     "GroupCentered",
     "GroupCompletion",
@@ -73,6 +75,7 @@ _MODULES = {
     "asyncrl.policy": ("Policy",),
     "asyncrl.rollout.budget": ("Budget",),
     "asyncrl.rollout.env": ("Env", "TurnResult"),
+    "asyncrl.rollout.failures": ("Failures",),
     "asyncrl.rollout.tools": ("tool",),
     "asyncrl.sampling.sglang": ("SGLang",),
     "asyncrl.sampling.sglangcommand": ("SGLangOptions",),

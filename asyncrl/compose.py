@@ -107,6 +107,8 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, directory: Path | Non
         sampler=SGLang(sampler.urls, api_key=sampler.api_key()) if sampler.urls else None,
         directory=None if directory is None else directory / "adapters",
         sampler_threads=sampler.threads,
+        publication=recipe.publication.way,
+        **_keywords(recipe.publication, without=("way",)),
     )
     engine = RolloutEngine(policy, env=parts.env, **engine_options(recipe))
     trainer = AsyncTrainer(engine=engine, evaluator=parts.evaluator, **parts.trainer)
@@ -117,7 +119,12 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, directory: Path | Non
 
 def engine_options(recipe: Recipe) -> dict[str, Any]:
     """Keywords of ``RolloutEngine``, all but the policy and the environment."""
-    return {"budget": recipe.budget, "schedule": recipe.schedule, **_keywords(recipe.rollout)}
+    return {
+        "budget": recipe.budget,
+        "schedule": recipe.schedule,
+        "failures": recipe.failures,
+        **_keywords(recipe.rollout),
+    }
 
 
 def trainer_options(recipe: Recipe) -> dict[str, Any]:

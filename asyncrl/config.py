@@ -25,7 +25,11 @@ from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam, cosine
 from asyncrl.learning.torch_learner import DType
 from asyncrl.machine import cache_directory
+from asyncrl.policy import Publication
+from asyncrl.publishing.carriers import BUCKET_BYTES
 from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.failures import Failures
+from asyncrl.sampling.wire import PauseMode
 from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
@@ -44,6 +48,7 @@ __all__ = [
     "EnvSection",
     "EvaluationSection",
     "ModelSection",
+    "PublicationSection",
     "Recipe",
     "RolloutSection",
     "RunSection",
@@ -120,6 +125,20 @@ class SamplerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationSection:
+    """``[publication]``: how a new version reaches the servers; see ``Policy``."""
+
+    way: Publication = "disk"
+    """"tensors" and "distributed" (full weights only) need no file system that servers share."""
+    pause_mode: PauseMode = "retract"
+    """Full weights: what becomes of requests that run when an update comes."""
+    bucket_bytes: int = BUCKET_BYTES
+    """Of one piece of the weights, on other ways than "disk"."""
+    probe_tolerance: float = 1e-3
+    """Largest log-probability difference between servers and learner; bfloat16 needs some tenths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
     """``[rollout]``: how the policy is sampled; see ``RolloutEngine``."""
 
@@ -132,7 +151,6 @@ class RolloutSection:
     kv_cache: KVCache | None = None
     renderer: Literal["chat", "text"] = "chat"
     stop: tuple[str, ...] = ()
-    member_retries: int = 1
     environment_timeout: float = 600.0
     """Seconds."""
 
@@ -189,9 +207,11 @@ class Recipe:
     trainer: TrainerSection
     optimizer: Adam
     sampler: SamplerSection
+    publication: PublicationSection
     rollout: RolloutSection
     budget: Budget
     schedule: Schedule
+    failures: Failures
     completion: GroupCompletion
     truncation: Truncation
     loss: Table

@@ -237,8 +237,8 @@ class RolloutEngine:
     ) -> AsyncGenerator[Group, None]:
         """Roll out each row once and yield its group when it is finished, in the order of finishing.
 
-        A group that fails for good is not yielded, but reported as ``GroupDropped``. As many groups are in flight as the
-        concurrency has room for. Leaving the loop cancels them.
+        A group that fails for good is not yielded, but reported as ``GroupDropped``. As many groups are in flight as
+        the concurrency has room for. Leaving the loop cancels them.
         """
         require_count("group_size", group_size, least=1)
         width = max(1, self.schedule.concurrency // group_size)

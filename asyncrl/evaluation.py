@@ -1,6 +1,7 @@
 """Evaluator: held-out rows, rolled out under one version.
 
-Evaluations run with their own reservations, outside the trainer's slots. The trainer waits for one where it is due
+Evaluations run with their own reservations, outside the trainer's slots. A row whose trajectories fail for good is left
+out of the means and counted. The trainer waits for one where it is due
 and publishes nothing meanwhile, so that every trajectory of it is of the version that it measures; rollouts for
 training go on.
 """
@@ -49,6 +50,7 @@ class Evaluator:
         """Roll out all rows under the published version. Emits ``EvaluationFinished`` and returns its metrics."""
         version = session.clock.published
         groups: list[Group] = []
+        failed: list[BaseException] = []
         pinned = session.pinned(
             version,
             prefix=f"eval{version}-",
@@ -57,12 +59,18 @@ class Evaluator:
         )
 
         async def run(index: int, row: Row) -> None:
-            groups.append(await pinned.group(index, row, self.group_size))
+            group = await pinned.group(index, row, self.group_size)
+            if isinstance(group, Group):
+                groups.append(group)
+            else:
+                failed.append(group.error)
 
         async with anyio.create_task_group() as tasks:
             for index, row in enumerate(self.rows):
                 tasks.start_soon(run, index, row)
-        metrics = _metrics(groups)
+        if not groups:
+            raise failed[0]
+        metrics = {**_metrics(groups), "failed_rows": float(len(failed))}
         session.events.emit(EvaluationFinished(time=anyio.current_time(), version=version, metrics=metrics))
         return metrics
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from asyncrl.errors import ObserverError
+from asyncrl.errors import ObserverError, StalenessError
 from asyncrl.types import BarrierWait
 
 __all__ = [
@@ -24,7 +24,10 @@ __all__ = [
     "Events",
     "GroupAdmitted",
     "GroupBorn",
+    "GroupConsumed",
+    "GroupDropped",
     "GroupFinished",
+    "GroupRerolled",
     "LearnerStepped",
     "MemberDiscarded",
     "MemberFailed",
@@ -105,7 +108,7 @@ class MemberFinished(Event):
 
 @dataclass(slots=True, kw_only=True)
 class MemberFailed(Event):
-    """A trajectory ended without a reward; ``attempt`` counts from 1."""
+    """An attempt at a trajectory ended without a reward; ``attempt`` counts from 1, rerolls of its group included."""
 
     group: int
     member: int
@@ -139,6 +142,41 @@ class GroupFinished(Event):
     group: int
     seconds: float
     closed_by_deadline: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupRerolled(Event):
+    """A member failed for good: all of its group starts afresh, and nothing of it is left."""
+
+    group: int
+    error: str
+    generated_tokens: int = 0
+    """Of members that had not failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupDropped(Event):
+    """A group will never be trained, and its slot is free; ``reason`` is a ``DropReason``."""
+
+    group: int
+    reason: str
+    error: str = ""
+    generated_tokens: int = 0
+    """Of members that had not failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupConsumed(Event):
+    """A step is over that had this group in its batch, or these members of it if they are not the last."""
+
+    n: int
+    group: int
+    trained: int
+    """Members in the baseline and in the loss, whatever their advantage."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """``DropReason`` -> the other members."""
+    final: bool = True
+    """False if members of the same group follow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,5 +278,7 @@ class Events:
         for observer in tuple(self._observers):
             try:
                 observer(event)
+            except StalenessError:
+                raise  # the run itself broke a promise, and this observer found it
             except Exception as error:
                 raise ObserverError(f"{observer!r} raised {error!r} at {event}") from error

@@ -45,6 +45,7 @@ from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, possible_losses
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
+from asyncrl.scheduling.ledger import Ledger
 from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
@@ -54,7 +55,7 @@ from asyncrl.scheduling.rules import (
     require_count,
 )
 from asyncrl.trainerstep import TrainerStep
-from asyncrl.types import Row, Step
+from asyncrl.types import Group, Row, Step
 
 __all__ = ["AsyncTrainer", "run"]
 
@@ -121,8 +122,9 @@ class AsyncTrainer:
     def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
         """Train for ``steps`` batches and yield a ``Step`` after each.
 
-        Rows are used in order, again from the start when they end (``repeat_dataset``). Leaving the loop stops the run:
-        rollouts are cancelled and servers that the policy started are ended.
+        Rows are used in order, again from the start when they end (``repeat_dataset``). If rows are dropped because
+        their groups fail, others take their place; finite data then ends with smaller or fewer batches. Leaving the
+        loop stops the run: rollouts are cancelled and servers that the policy started are ended.
         """
         require_count("steps", steps, least=1)
         rows = list(rows)
@@ -159,12 +161,12 @@ class _Training:
         self.rows = rows
         self.steps = steps
         self.evaluator = evaluator
-        groups = steps * plan.groups_per_step
-        self.groups = groups if plan.repeat_dataset else min(groups, len(rows))
         self.admission = Admission(
             slots=engine.schedule.slots(groups_per_step=plan.groups_per_step, max_staleness=plan.max_staleness),
             max_staleness=plan.max_staleness,
             group_size=plan.group_size,
+            groups=steps * plan.groups_per_step,
+            rows=math.inf if plan.repeat_dataset else len(rows),
         )
         self.batches = Batches(
             admission=self.admission,
@@ -175,13 +177,14 @@ class _Training:
             split_size=plan.group_size if plan.completion.stragglers == "carry_over" else None,
         )
         self.recorder = MetricsRecorder(started=anyio.current_time())
+        self.ledger = Ledger()
         self.lag = LoopLag()
         self.rollout_keys: dict[str, float] = {}
 
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
         self._warn()
-        unsubscribe = self.events.subscribe(self.recorder.observe)
+        unsubscribe = [self.events.subscribe(observer) for observer in (self.ledger.observe, self.recorder.observe)]
         # As many versions may wait for publication as the bound allows the trainer to be ahead.
         staged, versions = anyio.create_memory_object_stream[int](max(1, self.plan.max_staleness))
         try:
@@ -193,11 +196,16 @@ class _Training:
                     await self._evaluate(0)
                     for n in range(1, self.steps + 1):
                         await consumer.wanted()
-                        await consumer.give(await self._step(n, staged))
+                        step = await self._step(n, staged)
+                        if step is None:
+                            break  # the rows that were left failed
+                        await consumer.give(step)
                     await self.clock.wait_published(self.clock.committed)
                     tasks.cancel_scope.cancel()
         finally:
-            unsubscribe()
+            self.ledger.close()
+            for end in unsubscribe:
+                end()
 
     def _warn(self) -> None:
         """Say once what the chosen rules can lose."""
@@ -206,7 +214,8 @@ class _Training:
 
     async def _admit(self) -> None:
         async with anyio.create_task_group() as tasks:
-            while self.admission.admitted < self.groups:
+            while True:
+                # Waits on when all are admitted, for one that has to be replaced; the end of the run ends it.
                 group = await self.admission.admit()
                 self.events.emit(GroupAdmitted(time=anyio.current_time(), group=group))
                 tasks.start_soon(self._roll_out, group)
@@ -223,8 +232,13 @@ class _Training:
             completion=self.plan.completion,
             on_birth=self._birth,
             on_part=self.batches.put,
+            on_reroll=self.batches.renew,
         )
-        self.batches.put(finished)
+        if isinstance(finished, Group):
+            self.batches.put(finished)
+            return
+        self.batches.drop(group)
+        self.events.emit(finished.event())
 
     def _birth(self, group: int, version: int) -> None:
         due = self.admission.birth(group, version)
@@ -240,10 +254,13 @@ class _Training:
             now = anyio.current_time()
             self.events.emit(VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference))
 
-    async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step:
+    async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step | None:
+        """The step, or None if there are no groups left for one."""
         step = TrainerStep(n, self.plan, self.session, self.admission, self.batches)
-        size = min(self.plan.groups_per_step, self.groups - (n - 1) * self.plan.groups_per_step)
-        if await step.run(size, steps=self.steps):
+        made_version = await step.run(self.plan.groups_per_step, steps=self.steps)
+        if not step.groups:
+            return None
+        if made_version:
             await staged.send(self.clock.committed)
             step.times.end("publication")
         evaluated = await self._evaluate(n)
@@ -258,6 +275,7 @@ class _Training:
             "sampling/inflight_requests": float(self.session.requests_in_flight),
             "staleness/reserved_groups": float(self.admission.outstanding),
             "throughput/queue_depth": float(self.session.requests_queued),
+            **self.ledger.metrics(),
             **self.lag.take(),
         }
         batch = step.batch.metrics()

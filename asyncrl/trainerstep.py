@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
@@ -9,14 +10,21 @@ import anyio
 import anyio.lowlevel
 
 from asyncrl.engine import EngineSession
-from asyncrl.events import BarrierOpened, BatchTaken, ChunkTrained, LearnerStepped, VersionCommitted
+from asyncrl.events import (
+    BarrierOpened,
+    BatchTaken,
+    ChunkTrained,
+    GroupConsumed,
+    LearnerStepped,
+    VersionCommitted,
+)
 from asyncrl.learning.assembly import StepAssembly
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.observe.metrics import BatchMetrics
 from asyncrl.plan import TrainingPlan
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.types import BarrierWait, Group
+from asyncrl.types import BarrierWait, DropReason, Group
 
 __all__ = ["Phase", "PhaseTimes", "TrainerStep"]
 
@@ -87,7 +95,8 @@ class TrainerStep:
     async def run(self, size: int, *, steps: int) -> bool:
         """Train on ``size`` groups, of a run of ``steps``; True if that made a version, which is then staged.
 
-        If it does not come that far, the learner forgets the gradient.
+        On fewer, or none, if the rows have come to an end. If it does not come that far, the learner forgets the
+        gradient.
         """
         try:
             if not self._admission.outstanding:
@@ -97,6 +106,7 @@ class TrainerStep:
                 self.times.end("publication")
             await self._forward_backward(size)
             if not self.assembly.has_gradient:
+                self._consume()
                 self._admission.settle(None)
                 return False
             await self._update(steps)
@@ -114,13 +124,14 @@ class TrainerStep:
                 remaining = 0
             else:
                 chunk = await self._batches.take_chunk(remaining, self._plan.overlap)
-                remaining -= len(chunk)
+                remaining = self._batches.left(remaining - len(chunk)) if chunk else 0
                 self.times.end("wait_for_samples")
             self.groups += chunk
-            indices = tuple(group.index for group in chunk)
-            self._session.events.emit(
-                BatchTaken(time=anyio.current_time(), n=self.n, version=self.version, groups=indices)
-            )
+            if chunk:
+                indices = tuple(group.index for group in chunk)
+                self._session.events.emit(
+                    BatchTaken(time=anyio.current_time(), n=self.n, version=self.version, groups=indices)
+                )
             sequences = await self._assemble(chunk, last=not remaining)
             if sequences:
                 await self._train(sequences)
@@ -169,6 +180,27 @@ class TrainerStep:
         now = anyio.current_time()
         self._session.events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
         self._session.events.emit(VersionCommitted(time=now, version=version))
+        self._consume()
         self.times.end("optimizer")
         await self._session.policy.publisher.stage(version)
         self.times.end("publication")
+
+    def _consume(self) -> None:
+        """Nothing can undo the step any more: report what became of its members."""
+        now = anyio.current_time()
+        discards = self._plan.completion.stragglers == "discard"
+        for group in self.groups:
+            dropped = Counter(member.dropped.value for member in group.members_G if member.dropped is not None)
+            trained = len(group.members_G) - dropped.total()
+            if discards:
+                dropped[DropReason.STRAGGLER.value] += self._plan.group_size - len(group.members_G)
+            self._session.events.emit(
+                GroupConsumed(
+                    time=now,
+                    n=self.n,
+                    group=group.index,
+                    trained=trained,
+                    dropped={reason: count for reason, count in dropped.items() if count},
+                    final=group.final,
+                )
+            )

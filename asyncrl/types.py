@@ -172,6 +172,8 @@ class Trajectory:
     member: int
     row: Row
     seed: int
+    attempt: int = 1
+    """How often this member was begun; earlier attempts failed, or their group was rolled out anew."""
     messages: list[Message] = field(default_factory=list)
     """A view for environments: changing it does not change the tokens."""
     spans: list[Span] = field(default_factory=list)

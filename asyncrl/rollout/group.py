@@ -1,9 +1,9 @@
 """A group: the members of one row, each in its own task, each with its own fresh environment.
 
-A member that fails is a value with its error. If the machinery failed (``InfrastructureError``, a timeout, the
-sampling servers) it is tried again with a fresh environment, within a budget, and then the run stops with that error.
-If user code failed (a reward that raises), the member is dropped and never becomes reward 0; a group without any
-member left stops the run with its first error.
+A member that fails is a value with its error, and so is a group. If the machinery failed (``InfrastructureError``, a
+timeout, the sampling servers) the member is tried again with a fresh environment, then the whole group is, and then the
+group is given up. If user code failed (a reward that raises), the member is dropped and never becomes reward 0; a group
+without any member left is given up. ``failures.py`` is the rule, and says when a run ends for its failures.
 
 With a deadline the conversations of stragglers are cancelled where they are, in a tool or a request; a reward that is
 being computed is not, because its conversation is complete.
@@ -11,6 +11,7 @@ being computed is not, because its conversation is complete.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,14 @@ from asyncrl.errors import (
     SamplingError,
     StalenessError,
 )
-from asyncrl.events import DeadlinePassed, GroupFinished, MemberDiscarded, MemberFailed
+from asyncrl.events import (
+    DeadlinePassed,
+    GroupDropped,
+    GroupFinished,
+    GroupRerolled,
+    MemberDiscarded,
+    MemberFailed,
+)
 from asyncrl.rollout.calls import UserCalls, call_user
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version
@@ -33,7 +41,7 @@ from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import DropReason, Group, Row, Trajectory, TruncationCause
 
-__all__ = ["GroupPlan", "run_group"]
+__all__ = ["FailedGroup", "GroupPlan", "run_group"]
 
 _CLOSE_S = 10.0
 # close() runs even when the run is being cancelled, but must not keep it from ending.
@@ -47,20 +55,44 @@ class GroupPlan:
     row: Row
     size: int
     seed: int
-    retries: int = 1
-    """Further attempts of a member whose machinery failed."""
     prefix: str = ""
     """Sets apart the trajectory ids of an evaluation."""
     completion: GroupCompletion = field(default_factory=GroupCompletion)
 
-    def member(self, member: int) -> Trajectory:
-        """A fresh trajectory for that place in the group. Seeds never repeat within a group."""
+    def member(self, member: int, attempt: int = 1) -> Trajectory:
+        """A fresh trajectory for that place in the group. Seeds never repeat within a group.
+
+        Another attempt draws anew: what the model wrote may be what the machinery could not bear.
+        """
         return Trajectory(
             id=f"{self.prefix}{self.index:06d}-{member:03d}",
             group=self.index,
             member=member,
             row=self.row,
-            seed=(self.seed + self.index * 1_000_003 + member) % 2**31,
+            seed=(self.seed + self.index * 1_000_003 + member + (attempt - 1) * 15_485_863) % 2**31,
+            attempt=attempt,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FailedGroup:
+    """A group that was given up: no member of it will be trained."""
+
+    index: int
+    row: Row
+    error: BaseException
+    """Why: of the member that failed for good, or of the first one if all failed."""
+    generated_tokens: int
+    """Of members that did not fail themselves."""
+
+    def event(self) -> GroupDropped:
+        """To emit once the group's slot is free."""
+        return GroupDropped(
+            time=anyio.current_time(),
+            group=self.index,
+            reason=DropReason.FAILED,
+            error=_text(self.error),
+            generated_tokens=self.generated_tokens,
         )
 
 
@@ -71,17 +103,46 @@ async def run_group(
     context: RolloutContext,
     *,
     on_part: Callable[[Group], None] | None = None,
-) -> Group:
+    on_reroll: Callable[[int], None] | None = None,
+) -> Group | FailedGroup:
     """Run all members of a group and return it. Cancelling it cancels them; their environments are closed.
 
     If stragglers are carried over, ``on_part`` gets the members that were done at the deadline, and the others are
-    returned. If they are discarded, they are not in the result.
+    returned. If they are discarded, they are not in the result. ``on_reroll(index)`` is called when the group starts
+    afresh and nothing of it is left. Raises the run's first error once ``context.failures`` has had enough.
     """
-    return await _GroupRun(plan, factory, slots, context, on_part).run()
+    budget = context.failures
+    attempts: Counter[int] = Counter()
+    mark = budget.group_begins()
+    rerolls = 0
+    while True:
+        run = _GroupRun(plan, factory, slots, context, on_part, attempts)
+        group = await run.run()
+        if isinstance(group, Group):
+            budget.group_ended()
+            return group
+        if not run.may_be_tried_again or rerolls == budget.rules.group_rerolls:
+            break
+        rerolls += 1
+        if on_reroll is not None:
+            on_reroll(plan.index)
+        context.events.emit(
+            GroupRerolled(
+                time=anyio.current_time(),
+                group=plan.index,
+                error=_text(group.error),
+                generated_tokens=group.generated_tokens,
+            )
+        )
+        await anyio.sleep(budget.delay_s)
+    final = budget.group_dropped(mark, group.error)
+    if final is not None:
+        raise final
+    return group
 
 
 class _GroupRun:
-    """Owns who is done, and whether the deadline has passed."""
+    """Owns who is done, and whether the deadline has passed. One start of a group; a reroll is another."""
 
     def __init__(
         self,
@@ -90,12 +151,15 @@ class _GroupRun:
         slots: OrderedSlots,
         context: RolloutContext,
         on_part: Callable[[Group], None] | None,
+        attempts: Counter[int],
     ) -> None:
         self._plan = plan
         self._factory = factory
         self._slots = slots
         self._context = context
         self._on_part = on_part
+        self._attempts_of = attempts
+        # Member -> its attempts so far, those of earlier starts included.
         self._started = anyio.current_time()
         self._active: dict[int, Trajectory] = {}
         self._ended: list[Trajectory] = []
@@ -105,14 +169,34 @@ class _GroupRun:
         self._at_quorum: dict[int, int] | None = None
         # Member -> tokens that its attempt had generated when enough members were done; None until then.
         self._passed = False
+        self._parted = False
+        # A part has left: what is missing now is missing, and the group cannot start afresh.
         self._conversations: set[anyio.CancelScope] = set()
+        self._tasks = anyio.create_task_group()
+        self._lost: BaseException | None = None
+        # Why the group cannot be complete.
 
-    async def run(self) -> Group:
-        async with anyio.create_task_group() as tasks:
+    @property
+    def may_be_tried_again(self) -> bool:
+        """True if the machinery failed; user code would raise again."""
+        return self._lost is not None
+
+    async def run(self) -> Group | FailedGroup:
+        async with self._tasks as tasks:
             for member in range(self._plan.size):
                 tasks.start_soon(self._run, member)
-        if len(self._errors) == self._plan.size:
-            raise self._errors[0]
+        error = self._lost
+        if error is None and len(self._errors) == self._plan.size:
+            error = self._errors[0]
+        if error is not None:
+            return FailedGroup(
+                index=self._plan.index,
+                row=self._plan.row,
+                error=error,
+                generated_tokens=sum(
+                    traj.generated_tokens for traj in (*self._ended, *self._active.values()) if traj.error is None
+                ),
+            )
         group = self._part(final=True)
         self._context.events.emit(
             GroupFinished(
@@ -135,25 +219,41 @@ class _GroupRun:
             self._slots.release()
 
     async def _attempts(self, member: int) -> Trajectory:
-        for attempt in range(1, self._plan.retries + 2):
-            traj = self._plan.member(member)
+        budget = self._context.failures
+        left = budget.rules.member_retries
+        while True:
+            self._attempts_of[member] += 1
+            traj = self._plan.member(member, self._attempts_of[member])
             self._begin(traj)
+            mark = budget.attempt_begins()
             try:
                 await self._attempt(traj)
             except (StalenessError, PublicationError, LearnerError, ObserverError):
                 raise
-            except (EnvironmentFailure, SamplingError) as error:
-                self._report(traj, attempt, error)
-                if attempt > self._plan.retries:
-                    raise
             except Exception as error:  # noqa: BLE001  a member's boundary: user code may raise anything
                 traj.error = error
-                traj.dropped = DropReason.FAILED
-                self._report(traj, attempt, error)
-                return traj
+                final = budget.attempt_failed(mark, error)
             else:
+                budget.attempt_ended()
                 return traj
-        raise AssertionError("the last attempt returns or raises")
+            self._report(traj)
+            if final is not None:
+                raise final  # outside of the handler, so that it keeps its own cause
+            again = isinstance(traj.error, EnvironmentFailure | SamplingError)
+            if again and left:
+                left -= 1
+                await anyio.sleep(budget.delay_s)
+                continue
+            traj.dropped = DropReason.FAILED
+            if again and not self._parted:
+                self._lose(traj.error)
+            return traj
+
+    def _lose(self, error: BaseException | None) -> None:
+        """A member failed for good: the others are not worth going on."""
+        if self._lost is None:
+            self._lost = error
+            self._tasks.cancel_scope.cancel()
 
     async def _attempt(self, traj: Trajectory) -> None:
         env = self._factory.create()
@@ -209,6 +309,7 @@ class _GroupRun:
             for scope in self._conversations:
                 scope.cancel()
         elif self._on_part is not None:
+            self._parted = True
             self._on_part(self._part(final=False))
 
     @property
@@ -270,14 +371,18 @@ class _GroupRun:
             last_member=last,
         )
 
-    def _report(self, traj: Trajectory, attempt: int, error: Exception) -> None:
+    def _report(self, traj: Trajectory) -> None:
         self._context.events.emit(
             MemberFailed(
                 time=anyio.current_time(),
                 group=traj.group,
                 member=traj.member,
-                attempt=attempt,
-                error=f"{type(error).__name__}: {error}",
+                attempt=traj.attempt,
+                error=_text(traj.error),
                 generated_tokens=traj.generated_tokens,
             )
         )
+
+
+def _text(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ from asyncrl.publishing.base import Address
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.env import Env, TurnResult
+from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.sampling.base import Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
@@ -71,6 +72,7 @@ class RolloutContext:
     hold: Callable[[int], None]
     release: Callable[[int], None]
     events: Events
+    failures: FailureBudget
     environment_timeout_s: float = math.inf
     now: Callable[[], float] = anyio.current_time
     """The loop's time."""

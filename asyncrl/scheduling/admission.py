@@ -8,10 +8,15 @@ as soon as publication lags.
 A slot has as many *places* as a group has members. Whole groups leave with all of them. Where a group's stragglers are
 carried over, the members that are taken first give their places back first; else finished groups that wait for one
 straggler each could hold every slot, and the trainer would starve.
+
+A group that is dropped gives its slot back at once, and another is admitted in its place as long as there are rows. A
+group that is rolled out anew keeps its slot and is unborn again: nothing that it sampled is left, so that its next
+first segment is a birth like any other, to which the barrier's proof applies.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -25,12 +30,25 @@ class Admission:
     """Owns the slots and the due steps of outstanding groups.
 
     Outstanding: admitted, and neither taken into a batch nor dropped. Every method is synchronous but ``admit``.
+    ``groups`` are wanted in all, without those that are dropped; there are ``rows`` to make them from.
     """
 
-    def __init__(self, *, slots: int, max_staleness: int, group_size: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_staleness: int,
+        group_size: int = 1,
+        groups: float = math.inf,
+        rows: float = math.inf,
+    ) -> None:
         self.slots = slots
         self.admitted = 0
         """Groups admitted so far; the next group's index."""
+        self.dropped = 0
+        """Groups of them that will never be trained."""
+        self._groups = groups
+        self._rows = rows
         self._max_staleness = max_staleness
         self._group_size = group_size
         self._due: dict[int, int | None] = {}
@@ -52,6 +70,11 @@ class Admission:
         return len(self._due)
 
     @property
+    def left(self) -> float:
+        """Groups that batches can still get: outstanding ones and those that may yet be admitted."""
+        return self._quota - self.admitted + len(self._due)
+
+    @property
     def held(self) -> int:
         """Slots in use, begun ones included."""
         return -(-self._places // self._group_size)
@@ -70,8 +93,8 @@ class Admission:
         return self._due[group]
 
     def admit_nowait(self) -> int | None:
-        """Reserve a slot for the next group and return its index, or None if no slot is free."""
-        if not self._has_slot():
+        """Reserve a slot for the next group and return its index, or None if no slot is free or no group wanted."""
+        if not self._may_admit():
             return None
         group = self.admitted
         self.admitted += 1
@@ -80,8 +103,8 @@ class Admission:
         return group
 
     async def admit(self) -> int:
-        """Reserve a slot for the next group, waiting for one."""
-        await self._changed.wait_until(self._has_slot)
+        """Reserve a slot for the next group, waiting for one, and for a group to be wanted."""
+        await self._changed.wait_until(self._may_admit)
         group = self.admit_nowait()
         if group is None:
             raise StalenessError(f"{self.held} of {self.slots} slots are held, but one was said to be free")
@@ -95,6 +118,11 @@ class Admission:
         self._due[group] = due
         self._due_counts[due] = self._due_counts.get(due, 0) + 1
         return due
+
+    def renew(self, group: int) -> None:
+        """The group starts afresh and nothing that it sampled is left: it is not born any more."""
+        self._count_out(self._due[group])
+        self._due[group] = None
 
     def take(self, groups: Iterable[int]) -> None:
         """The trainer takes these groups into its batch; they keep their slots until ``settle``."""
@@ -120,11 +148,17 @@ class Admission:
             self._free(self._unpublished.pop(made))
 
     def drop(self, group: int) -> None:
-        """The group will never be trained: its slot is free at once."""
+        """The group will never be trained: its slot is free at once, and another group is wanted."""
+        self.dropped += 1
         self._free(self._leave(group))
 
-    def _has_slot(self) -> bool:
-        return self._places < self.slots * self._group_size
+    @property
+    def _quota(self) -> float:
+        """Groups to admit in all, as things stand."""
+        return min(self._groups + self.dropped, self._rows)
+
+    def _may_admit(self) -> bool:
+        return self._places < self.slots * self._group_size and self.admitted < self._quota
 
     def _free(self, places: int) -> None:
         self._places -= places
@@ -132,9 +166,11 @@ class Admission:
 
     def _leave(self, group: int) -> int:
         """Take the group off the books; the places that it still has."""
-        due = self._due.pop(group)
+        self._count_out(self._due.pop(group))
+        return self._group_size - self._taken.pop(group, 0)
+
+    def _count_out(self, due: int | None) -> None:
         if due is not None:
             self._due_counts[due] -= 1
             if not self._due_counts[due]:
                 del self._due_counts[due]
-        return self._group_size - self._taken.pop(group, 0)

@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import TypeAlias
 
 import anyio
 
@@ -21,6 +22,9 @@ from asyncrl.scheduling.staleness import feasible
 from asyncrl.types import BarrierWait, Group
 
 __all__ = ["Batches"]
+
+_Opener: TypeAlias = tuple[int, Group | None]
+# The group that opened the barrier: by being ready, or None, by failing.
 
 
 class Batches:
@@ -57,8 +61,8 @@ class Batches:
         self._tokens = 0
         self._changed = Pulse()
         self._awaited = 0
-        self._opener: Group | None = None
-        # Groups that a trainer at the barrier wants, and the group that let it pass.
+        self._opener: _Opener | None = None
+        # Groups that a trainer at the barrier wants, and who let it pass.
         self.waits: list[BarrierWait] = []
         """Barrier waits since the trainer last cleared them."""
 
@@ -77,12 +81,31 @@ class Batches:
         self._by_due.setdefault(due, OrderedDict())[group.index] = None
         self._sequences += len(group.members_G)
         self._tokens += group.context_tokens
-        if self._awaited and self._opener is None and self._choose(self._awaited) is not None:
-            self._opener = group
+        self._note_opener(group.index, group)
         self._changed.notify()
 
+    def drop(self, group: int) -> None:
+        """``group`` will never be ready. The barrier may open by that, and a batch may have to be smaller."""
+        self._admission.drop(group)
+        self._note_opener(group)
+        self._changed.notify()
+
+    def renew(self, group: int) -> None:
+        """``group`` starts afresh, and is not due any more. The barrier may open by that."""
+        self._admission.renew(group)
+        self._note_opener(group)
+        self._changed.notify()
+
+    def left(self, size: int) -> int:
+        """``size`` groups, or as many as there will ever be."""
+        return int(min(size, self._admission.left))
+
     def take_nowait(self, size: int) -> list[Group] | None:
-        """Take ``size`` groups if the commit that trains them leaves every other group trainable in time."""
+        """Take ``size`` groups if the commit that trains them leaves every other group trainable in time.
+
+        Fewer if no more will come; see ``left``.
+        """
+        size = self.left(size)
         if not self._enough(size):
             return None
         if self._split_size is not None:
@@ -91,7 +114,7 @@ class Batches:
         return None if chosen is None else self._take_whole(chosen)
 
     async def take(self, size: int) -> list[Group]:
-        """Take ``size`` groups, waiting for samples and at the barrier."""
+        """Take ``size`` groups, waiting for samples and at the barrier. Fewer, or none, if no more will come."""
         await self._changed.wait_until(lambda: self._enough(size))
         batch = self.take_nowait(size)
         if batch is not None:
@@ -107,21 +130,33 @@ class Batches:
             self._awaited = 0
             self._opener = None
         if opener is not None:
-            self.waits.append(_wait(opener, anyio.current_time() - started))
+            group, last = opener
+            seconds = anyio.current_time() - started
+            self.waits.append(_wait(group, last, seconds) if last else _failed_wait(group, seconds))
         return batch
 
     async def take_chunk(self, remaining: int, threshold: ForwardBackwardBatch) -> list[Group]:
         """Take finished groups of the current batch once they are worth a pass, or are all that ``remain``.
 
+        None at all if the batch is already complete, because the groups that it still wanted were dropped.
+
         Only for synchronous runs: there every outstanding group belongs to the current batch, so the barrier is open.
         """
         await self._changed.wait_until(
-            lambda: len(self._ready) >= remaining or threshold.reached(sequences=self._sequences, tokens=self._tokens)
+            lambda: (
+                len(self._ready) >= self.left(remaining)
+                or threshold.reached(sequences=self._sequences, tokens=self._tokens)
+            )
         )
         return self._take_whole(sorted(self._ready)[:remaining])
 
     def _enough(self, size: int) -> bool:
+        size = self.left(size)
         return len(self._ready) >= size if self._split_size is None else self._sequences >= size * self._split_size
+
+    def _note_opener(self, index: int, group: Group | None = None) -> None:
+        if self._awaited and self._opener is None and self._choose(self.left(self._awaited)) is not None:
+            self._opener = index, group
 
     def _choose(self, size: int) -> list[int] | None:
         """The groups of the next batch, None if there are too few or the barrier is closed."""
@@ -214,7 +249,12 @@ def _joined(first: Group, second: Group) -> Group:
     return replace(second, members_G=[*first.members_G, *second.members_G])
 
 
-def _wait(opener: Group, seconds: float) -> BarrierWait:
-    last = next((member for member in opener.members_G if member.member == opener.last_member), None)
+def _wait(index: int, group: Group, seconds: float) -> BarrierWait:
+    last = next((member for member in group.members_G if member.member == group.last_member), None)
     doing = "" if last is None else last.slowest
-    return BarrierWait(seconds=seconds, group=opener.index, member=opener.last_member, doing=doing)
+    return BarrierWait(seconds=seconds, group=index, member=group.last_member, doing=doing)
+
+
+def _failed_wait(index: int, seconds: float) -> BarrierWait:
+    """For a group that then failed."""
+    return BarrierWait(seconds=seconds, group=index, member=-1, doing="failing")

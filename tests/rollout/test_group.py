@@ -10,6 +10,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.events import DeadlinePassed, Event, Events, GroupFinished, MemberDiscarded
+from asyncrl.rollout.group import FailedGroup
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedSampler, run_virtual, scripted_policy
 from asyncrl.types import DropReason, Group, Message, Row, Trajectory, TruncationCause
@@ -73,7 +74,8 @@ class _Case:
         bus = Events()
         bus.subscribe(self.events.append)
 
-        def take(part: Group) -> None:
+        def take(part: Group | FailedGroup) -> None:
+            assert isinstance(part, Group)
             self.parts.append(part)
             self.part_times.append(anyio.current_time())
 

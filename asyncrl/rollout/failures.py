@@ -1,0 +1,133 @@
+"""What becomes of failures: how often members and groups are tried again, and when a run has had enough of them.
+
+A *member* fails when its machinery does (``EnvironmentFailure``, a deadline, ``SamplingError``) or user code raises.
+The first kind is tried again with a fresh environment; a member that fails for good takes its *group* along, because a
+group without its failures would be biased to what does not fail. The group is rolled out anew, and then dropped: its
+row is recorded as dropped with the cause, and another one takes its place. User code that raises (a grader, say) is
+not tried again, and drops its member only; a group without any member left is dropped.
+
+Failures *in a row* end the run, with the first error of the row. One outage fails everything that is in flight and is
+one failure: only attempts that began after the last counted failure are counted. So a run with thousands of
+trajectories in flight is not ended by a sandbox that restarts, and a broken environment ends it after ``consecutive``
+attempts' time. Each time that a member ends well, the count starts again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError
+from asyncrl.scheduling.rules import require_count
+
+__all__ = ["FailureBudget", "Failures"]
+
+_LONGEST_DELAY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """How many failures are survived; see above for what is one."""
+
+    member_retries: int = 1
+    """Further attempts of a member whose machinery failed, each with a fresh environment."""
+    group_rerolls: int = 1
+    """Fresh starts of a group of which a member failed for good. After that the group is dropped."""
+    consecutive: int = 8
+    """Failed attempts in a row, or dropped groups in a row, that end the run."""
+    per_run: int | None = None
+    """Failed attempts in all that end the run; None: ``consecutive`` alone ends it."""
+    retry_delay: float = 0.1
+    """Seconds before an attempt that follows a failure; doubles with each in a row, up to a minute."""
+
+    def __post_init__(self) -> None:
+        require_count("failures.member_retries", self.member_retries, least=0)
+        require_count("failures.group_rerolls", self.group_rerolls, least=0)
+        require_count("failures.consecutive", self.consecutive, least=1)
+        if self.per_run is not None:
+            require_count("failures.per_run", self.per_run, least=1)
+        if not 0 <= self.retry_delay <= _LONGEST_DELAY_S:
+            raise ConfigError.for_value(
+                "failures.retry_delay", self.retry_delay, f"from 0 to {_LONGEST_DELAY_S:.0f} seconds"
+            )
+
+
+class _Row:
+    """Failures in a row. ``begin`` marks a beginning; what began before the last counted failure does not count."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.first: BaseException | None = None
+        self._counted = 0
+
+    def begin(self) -> int:
+        return self._counted
+
+    def end(self) -> None:
+        self.length = 0
+        self.first = None
+
+    def add(self, mark: int, error: BaseException) -> None:
+        if self.first is None:
+            self.first = error
+        if mark == self._counted:
+            self._counted += 1
+            self.length += 1
+
+
+class FailureBudget:
+    """Owns a run's count of failures. Whoever begins keeps the mark, and hands it back if it failed."""
+
+    def __init__(self, rules: Failures) -> None:
+        self.rules = rules
+        self.failed_attempts = 0
+        """Of members, in the whole run."""
+        self._attempts = _Row()
+        self._groups = _Row()
+        self._first: BaseException | None = None
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds to wait before something that failed is tried again."""
+        return min(_LONGEST_DELAY_S, self.rules.retry_delay * 2.0 ** max(0, self._attempts.length - 1))
+
+    def attempt_begins(self) -> int:
+        """The mark of a member's attempt that begins now."""
+        return self._attempts.begin()
+
+    def attempt_ended(self) -> None:
+        """A member got its reward, or was ended by its group's deadline."""
+        self._attempts.end()
+
+    def attempt_failed(self, mark: int, error: BaseException) -> BaseException | None:
+        """An attempt failed: the error to end the run with, if that was one too many."""
+        self.failed_attempts += 1
+        if self._first is None:
+            self._first = error
+        self._attempts.add(mark, error)
+        if self._attempts.length >= self.rules.consecutive:
+            return _noted(self._attempts, f"{self._attempts.length} attempts in a row failed, as this one did")
+        if self.rules.per_run is not None and self.failed_attempts >= self.rules.per_run:
+            self._first.add_note(f"the first of {self.failed_attempts} failed attempts (failures.per_run)")
+            return self._first
+        return None
+
+    def group_begins(self) -> int:
+        """The mark of a group that begins now."""
+        return self._groups.begin()
+
+    def group_ended(self) -> None:
+        """A group has members to train."""
+        self._groups.end()
+
+    def group_dropped(self, mark: int, error: BaseException) -> BaseException | None:
+        """A group was dropped: the error to end the run with, if that was one too many."""
+        self._groups.add(mark, error)
+        if self._groups.length >= self.rules.consecutive:
+            return _noted(self._groups, f"{self._groups.length} groups in a row were dropped, the first for this")
+        return None
+
+
+def _noted(row: _Row, note: str) -> BaseException:
+    assert row.first is not None
+    row.first.add_note(f"{note} (failures.consecutive)")
+    return row.first
