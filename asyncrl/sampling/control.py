@@ -20,7 +20,7 @@ import orjson
 
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.transport import TRANSPORT_ERRORS
+from asyncrl.sampling.transport import TRANSPORT_ERRORS, Client
 from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
 
@@ -34,10 +34,12 @@ _FLAT = "flattened_bucket"
 class ServerControl:
     """One server. ``admin_key`` opens the control routes where it differs from ``api_key``."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str, *, api_key: str | None, admin_key: str | None) -> None:
+    def __init__(self, client: Client, url: str, *, api_key: str | None, admin_key: str | None) -> None:
         self.url = url
         self._client = client
         self._data_headers = _bearer(api_key)
+        self._generate_url = httpx.URL(url + "/generate")
+        self._generate_headers = httpx.Headers(self._data_headers)
         self._admin_headers = _bearer(admin_key or api_key)
         # Of one server only one large body is made at a time.
         self._encoders = anyio.CapacityLimiter(1)
@@ -189,8 +191,10 @@ class ServerControl:
         ``routing_key``: requests with the same one belong on one server, if this is a router.
         """
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = self._data_headers | {"X-SMG-Routing-Key": routing_key} if routing_key else self._data_headers
-        return await self._client.post(self.url + "/generate", content=content, headers=headers)
+        headers = self._generate_headers
+        if routing_key:
+            headers = httpx.Headers({**headers, "X-SMG-Routing-Key": routing_key})
+        return await self._client.submit(self._generate_url, content, headers)
 
     async def score(self, tokens: IntArray, *, start: int, adapter: str | None, extra_key: str) -> FloatArray:
         """(T - start,) log-probabilities of ``tokens[start:]`` as a prompt, at temperature 1; ``start`` > 0."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +24,13 @@ import orjson
 
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
-from asyncrl.machine import visible_gpus
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.launch import Child, child_process
 from asyncrl.sampling.served import ask
-from asyncrl.sampling.sglangcommand import Command, Machine, SGLangOptions, plan_command
+from asyncrl.sampling.sglangcommand import Command, Machine, SGLangOptions, plan_here, split_gpus
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, open_client
 
-__all__ = ["LaunchedServers", "Plan", "SGLangServer", "free_ports", "running", "server_url", "split_gpus"]
+__all__ = ["LaunchedServers", "Plan", "SGLangServer", "free_ports", "running", "server_url"]
 
 Plan: TypeAlias = Callable[[SGLangOptions], Command]
 """From options to a command; may read the disk."""
@@ -65,7 +64,7 @@ class SGLangServer:
         """With the port that is used."""
         self.url = server_url(self.options)
         self._log = log
-        self._plan = plan or _plan_here
+        self._plan = plan or plan_here
         self._opened = self._open()
 
     async def __aenter__(self) -> str:
@@ -119,10 +118,17 @@ class LaunchedServers:
 
     ``options``: of each; with GPUs, each server gets ``tensor_parallel`` of its own. ``servers``: how many.
     ``log_directory``: gets ``sglang-0.log`` and so on, None: temporary files. ``events`` are those of all servers.
+    ``plan`` and ``machine`` replace how commands are made and this machine, for tests.
     """
 
     def __init__(
-        self, options: SGLangOptions, *, servers: int = 1, log_directory: Path | None = None, plan: Plan | None = None
+        self,
+        options: SGLangOptions,
+        *,
+        servers: int = 1,
+        log_directory: Path | None = None,
+        plan: Plan | None = None,
+        machine: Machine | None = None,
     ) -> None:
         if servers < 1 or (servers > 1 and options.port):
             raise ConfigError.for_value("servers", servers, "1 or more, and more than 1 only with port=0")
@@ -131,6 +137,7 @@ class LaunchedServers:
         self._servers = servers
         self._log_directory = log_directory
         self._plan = plan
+        self._machine = machine
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Sequence[str], None]:
@@ -156,7 +163,7 @@ class LaunchedServers:
     def _make(self) -> list[SGLangServer]:
         count = self._servers
         ports = [self.options.port] if self.options.port else free_ports(count)
-        gpus = split_gpus(self.options, count)
+        gpus = split_gpus(self.options, self._machine or Machine.found(), count)
         found = []
         for index, (port, own) in enumerate(zip(ports, gpus, strict=True)):
             log = None if self._log_directory is None else self._log_directory / f"sglang-{index}.log"
@@ -185,72 +192,60 @@ async def running(
         }
         supervised = [sys.executable, str(_SUPERVISOR)]
         line = orjson.dumps(task) + b"\n"
-        async with (
-            open_client() as client,
-            child_process(supervised, name="the SGLang server", log=log, first_line=line, to_stderr=to_stderr) as child,
-        ):
-            await _until_ready(child, client, options)
+        name = "the SGLang server"
+        async with child_process(supervised, name=name, log=log, first_line=line, to_stderr=to_stderr) as child:
+            await _until_ready(child, options)
             yield child
 
 
-async def _until_ready(child: Child, client: httpx.AsyncClient, options: SGLangOptions) -> None:
-    url = server_url(options)
+async def _until_ready(child: Child, options: SGLangOptions) -> None:
+    """Return when the server is ready, or raise the reason why it will not be."""
     ended = False
-    try:
-        with anyio.fail_after(options.start_timeout_s):
-            async with anyio.create_task_group() as tasks:
+    async with anyio.create_task_group() as tasks:
 
-                async def watch() -> None:
-                    nonlocal ended
-                    await child.process.wait()
-                    ended = True
-                    tasks.cancel_scope.cancel()
+        async def watch() -> None:
+            nonlocal ended
+            await child.process.wait()
+            ended = True
+            tasks.cancel_scope.cancel()
 
-                tasks.start_soon(watch)
-                await _until_answer(client, url)
-                tasks.cancel_scope.cancel()
-    except TimeoutError as error:
-        raise ServerUnavailable(
-            f"{child.name} was not ready in {options.start_timeout_s:g} s; {await child.last_lines()}"
-        ) from error
+        tasks.start_soon(watch)
+        with anyio.move_on_after(options.start_timeout_s) as limit:
+            await _until_answer(options)
+        tasks.cancel_scope.cancel()
     if ended:
         raise await child.early_end()
-    server = ServerControl(client, url, api_key=options.api_key, admin_key=options.admin_key)
-    await ask(server, allow_version=options.allow_version)
+    if limit.cancelled_caught:
+        last = await child.last_lines()
+        raise ServerUnavailable(f"{child.name} was not ready in {options.start_timeout_s:g} s; {last}")
 
 
-async def _until_answer(client: httpx.AsyncClient, url: str) -> None:
-    """Ask until it is ready. Not ``/health``: SGLang answers that by sampling, and takes it ill if that is late."""
+async def _until_answer(options: SGLangOptions) -> None:
+    """Ask until it is ready, then for its version.
+
+    Not ``/health``: SGLang answers that by sampling, and takes it ill if it is late.
+    """
+    url = server_url(options)
     wait_s = _FIRST_LOOK_S
-    while True:
-        try:
-            response = await client.get(url + "/ready")
-        except TRANSPORT_ERRORS:
-            pass
-        else:
-            if response.status_code == 200:
-                return
-        await anyio.sleep(wait_s)
-        wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
+    async with open_client() as client:
+        while not await _is_ready(client.get(url + "/ready")):
+            await anyio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
+        server = ServerControl(client, url, api_key=options.api_key, admin_key=options.admin_key)
+        await ask(server, allow_version=options.allow_version)
+
+
+async def _is_ready(answer: Awaitable[httpx.Response]) -> bool:
+    try:
+        return (await answer).status_code == 200
+    except TRANSPORT_ERRORS:
+        return False
 
 
 def server_url(options: SGLangOptions) -> str:
     """Where a server with these options is reached from this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     return f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
-
-
-def split_gpus(options: SGLangOptions, servers: int) -> list[tuple[str, ...]]:
-    """The GPUs of each server: ``tensor_parallel`` each if several servers share the machine's, else no choice."""
-    gpus = options.gpus or visible_gpus()
-    size = options.tensor_parallel
-    if options.device == "cpu" or servers == 1 or not gpus:
-        return [options.gpus] * servers
-    if len(gpus) < servers * size:
-        raise ConfigError.for_value(
-            "servers", servers, f"at most {len(gpus) // size}, with {len(gpus)} GPUs and {size} each"
-        )
-    return [gpus[index * size : (index + 1) * size] for index in range(servers)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -267,7 +262,3 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise ServerUnavailable(f"there are no {count} free ports between {_FIRST_PORT} and {_END_OF_PORTS}")
-
-
-def _plan_here(options: SGLangOptions) -> Command:
-    return plan_command(options, Machine.found())

@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import anyio
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["TRANSPORT_ERRORS", "open_client", "require_open_files", "unanswered"]
+__all__ = ["TRANSPORT_ERRORS", "Client", "open_client", "require_open_files", "unanswered"]
 
 TRANSPORT_ERRORS = (httpx.TransportError, aiohttp.ClientError)
 """The request or its answer was lost. A few of aiohttp's errors come through the bridge as they are."""
@@ -28,10 +29,32 @@ _CONNECT_S = 10
 _TCP_IDLE_S = 30
 # Routers and address translators forget a silent connection after minutes, and a paused server is silent.
 _OTHER_FILES = 256
+_CONNECTS = 128
+# At once to one server; well below every usual backlog, and a round trip each.
+_TIMEOUT = httpx.Timeout(None, connect=_CONNECT_S)
+_EXTENSIONS = {"timeout": _TIMEOUT.as_dict()}
+
+
+class Client(httpx.AsyncClient):
+    """An ``httpx.AsyncClient`` with a short way for the requests of which there are thousands."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        super().__init__(transport=transport, timeout=_TIMEOUT, trust_env=False)
+        self._direct = transport
+
+    async def submit(self, url: httpx.URL, content: bytes, headers: httpx.Headers) -> httpx.Response:
+        """POST without what a client does beside: no cookies, redirects, authentication or merging of headers."""
+        request = httpx.Request("POST", url, content=content, headers=headers, extensions=_EXTENSIONS)
+        response = await self._direct.handle_async_request(request)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
 
 
 @asynccontextmanager
-async def open_client(transport: httpx.AsyncBaseTransport | None = None) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def open_client(transport: httpx.AsyncBaseTransport | None = None) -> AsyncGenerator[Client, None]:
     """A client without limits on connections and without a read timeout: whoever waits brings a cancel scope.
 
     ``transport`` replaces the network, for example ``httpx.ASGITransport(app)``.
@@ -39,12 +62,27 @@ async def open_client(transport: httpx.AsyncBaseTransport | None = None) -> Asyn
     if transport is None:
         # Plain httpx spends many times the CPU at hundreds of requests in flight, and its pool does not survive
         # bursts of cancellation. The session is ours because the transport's own stops at 100 connections.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=_socket)
+        connector = _RampedConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=_socket)
         session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         transport = AiohttpTransport(client=session, trust_env=False)
-    timeout = httpx.Timeout(None, connect=_CONNECT_S)
-    async with httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as client:
+    async with Client(transport) as client:
         yield client
+
+
+class _RampedConnector(aiohttp.TCPConnector):
+    """Opens few connections to one server at a time: a wall of them overflows its backlog, and some would be refused.
+
+    Only connecting waits here; requests on open connections do not.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._gates: dict[tuple[str | None, int | None], anyio.Semaphore] = {}
+
+    async def _create_connection(self, req: aiohttp.ClientRequest, traces: Any, timeout: Any) -> Any:
+        place = (req.url.host, req.url.port)
+        async with self._gates.setdefault(place, anyio.Semaphore(_CONNECTS)):
+            return await super()._create_connection(req, traces, timeout)
 
 
 def unanswered(error: BaseException) -> bool:
