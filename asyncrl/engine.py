@@ -123,6 +123,11 @@ class _Pinned:
 
     published: int
 
+    @property
+    def arriving(self) -> int:
+        """None arrives while something is measured."""
+        return self.published
+
 
 class RolloutEngine:
     """Rolls out environments against a policy.

@@ -248,6 +248,8 @@ class _Training:
     async def _publish(self, versions: MemoryObjectReceiveStream[int]) -> None:
         async for version in versions:
             started = anyio.current_time()
+            if not self.session.policy.publisher.pins_versions:
+                self.clock.arrive(version)
             difference = await self.session.policy.publisher.publish(version)
             self.clock.publish(version)
             self.admission.published(version)

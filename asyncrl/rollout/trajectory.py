@@ -41,6 +41,11 @@ class VersionSource(Protocol):
         """The newest version that every server holds."""
         ...
 
+    @property
+    def arriving(self) -> int:
+        """The newest version that may sample a request which leaves now."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
@@ -198,8 +203,9 @@ def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
     current = None
     if traj.version is not None and traj.anchor is not None:
         current = Placement(version=traj.version, anchor=traj.anchor)
-    target = place(current, context.versions.published, context.settings.kv_cache)
-    if current is not None and target.version == current.version:
+    versions = context.versions
+    target = place(current, versions.published, context.settings.kv_cache, arriving=versions.arriving)
+    if current is not None and target == current:
         return current, False
     if context.settings.keeps_version:
         context.hold(target.version)

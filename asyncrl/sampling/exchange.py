@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import anyio
 import httpx
+import numpy as np
 import orjson
 
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError
@@ -19,7 +20,7 @@ from asyncrl.sampling.pool import Pool
 from asyncrl.sampling.recovery import described
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, unanswered
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
-from asyncrl.types import IntArray, Segment
+from asyncrl.types import IntArray, Segment, StopReason
 
 __all__ = ["Exchange", "Place", "Router"]
 
@@ -76,6 +77,8 @@ class Exchange:
         in_place: Callable[[], bool],
         vocab_size: int | None,
     ) -> None:
+        self.oldest_anchor = 0
+        """Requests on the prefix of an older version do not leave: they come back aborted, without a token."""
         self._pool = pool
         self._aborts = aborts
         self._suspect = suspect
@@ -102,6 +105,8 @@ class Exchange:
         rid = uuid.uuid4().hex
         body = generate_body(request, rid=rid, max_new_tokens=self._room(place.url, request))
         anchor = request.version if request.anchor is None else request.anchor
+        if anchor < self.oldest_anchor:
+            return _aborted_at_once()
         try:
             with self._pool.request(place.url, rid, anchor) as scope:
                 key = "" if isinstance(place, ServerControl) else request.trajectory_id
@@ -173,3 +178,13 @@ async def _lost_adapter(place: Place, adapter: str | None) -> bool:
 def _server(place: Place) -> str:
     """The server's URL for the record; behind a router it is not known."""
     return place.url if isinstance(place, ServerControl) else ""
+
+
+def _aborted_at_once() -> Segment:
+    """What a server answers if an abort comes before the first token: a trajectory asks again."""
+    return Segment(
+        tokens=np.empty(0, dtype=np.int32),
+        logprobs=np.empty(0, dtype=np.float32),
+        versions=(),
+        stop=StopReason.ABORT,
+    )

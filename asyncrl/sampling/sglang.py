@@ -33,7 +33,7 @@ from asyncrl.sampling.served import ask
 from asyncrl.sampling.sglangcommand import SGLangOptions
 from asyncrl.sampling.sglangserver import LaunchedServers
 from asyncrl.sampling.sources import ChangingSource, ServerSource, check_urls, follow, source_of
-from asyncrl.sampling.transport import open_client
+from asyncrl.sampling.transport import Client, open_client
 from asyncrl.types import Segment
 
 __all__ = ["Restore", "SGLang", "Timeouts"]
@@ -123,7 +123,7 @@ class SGLang:
         self._front: _Front | None = None
         self._servers: dict[str, ServerControl] = {}
         self._contexts: dict[str, int | None] = {}
-        self._client: httpx.AsyncClient
+        self._client: Client
         self._tasks: anyio.abc.TaskGroup
         self._pool: Pool
         self._exchange: Exchange
@@ -256,11 +256,14 @@ class SGLang:
     async def abort_older(self, url: str, anchor: int) -> None:
         """Abort our requests on ``url`` whose prefix is older than ``anchor``, and wait until they were answered.
 
-        What is not answered within half a minute is taken away and asked of another server. With a router nobody knows
-        what runs where: they are aborted, and not waited for.
+        From now on no such request leaves for any server: it comes back aborted, without a token. One that is not
+        answered within half a minute is taken away and comes back in the same way. With a router nobody knows what runs
+        where: they are aborted, and not waited for.
         """
         server = self._servers[url]
         pool, place = (self._pool, url) if self._front is None else (self._front.pool, self._front.router.url)
+        exchange = self._exchange if self._front is None else self._front.exchange
+        exchange.oldest_anchor = max(exchange.oldest_anchor, anchor)
 
         def older() -> list[Running]:
             return [running for running in pool.running(place) if running.anchor < anchor]

@@ -14,6 +14,8 @@ class PolicyClock:
     def __init__(self, version: int = 0) -> None:
         self.committed = version
         self.published = version
+        self.arriving = version
+        """The version that servers may already sample requests with; newer than ``published`` during an update."""
         self._changed = Pulse()
 
     def commit(self) -> int:
@@ -21,11 +23,16 @@ class PolicyClock:
         self.committed += 1
         return self.committed
 
+    def arrive(self, version: int) -> None:
+        """Servers are brought to ``version`` from now on, under the requests that they have."""
+        self.arriving = version
+
     def publish(self, version: int) -> None:
         """Every server acknowledged ``version``."""
         if not self.published < version <= self.committed:
             raise StalenessError(f"published version {version} after {self.published}, with {self.committed} committed")
         self.published = version
+        self.arriving = max(self.arriving, version)
         self._changed.notify()
 
     async def wait_published(self, version: int) -> None:
