@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import TaskStatus
 
-from asyncrl.config import Recipe, load_recipe, read_secret
+from asyncrl.config import Recipe, load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, Events, StepFinished
 from asyncrl.iteration import first_error
+from asyncrl.serving import add_server_options, serve
 
 if TYPE_CHECKING:
     from asyncrl.compose import ComposedRun
@@ -148,13 +149,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    _say("loading torch and the model")
-    from asyncrl.sampling.serve import ServerOptions, run_server
-
-    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "debug", "api_key_env")}
-    if arguments.api_key_env is not None:
-        options["api_key"] = read_secret("--api-key-env", arguments.api_key_env)
-    run_server(ServerOptions(**options))
+    serve(arguments, say=_say, until_signal=_until_signal)
 
 
 def _install_sglang(arguments: argparse.Namespace) -> None:
@@ -300,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
             "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: a new one)"
         )
     _add_simulation_options(simulate)
-    _add_server_options(add("serve", _serve, "serve a model folder in SGLang's wire format, on a CPU or one GPU"))
+    add_server_options(add("serve", _serve, "serve a model folder: the embedded server, or a real SGLang"))
     install = add("install-sglang", _install_sglang, "make the environment of SGLang's CPU server (some gigabytes)")
     install.add_argument("--directory", type=Path, metavar="DIR", help="where (default: in the cache folder)")
     return parser
@@ -333,20 +328,3 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         help="svg or png (default: FOLDER-simulation.svg, of the recipe's folder)",
     )
     picture.add_argument("--no-picture", action="store_true", help="draw none")
-
-
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Options that are not given are left to ``ServerOptions``, which has the defaults."""
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder with its tokenizer")
-    parser.add_argument("--api-key-env", metavar="NAME", help="variable with the key that clients must send")
-    unset: Any = argparse.SUPPRESS
-    parser.add_argument("--host", default=unset, help="address to listen on")
-    parser.add_argument("--port", type=int, default=unset, help="0 lets the system choose")
-    parser.add_argument("--threads", type=int, default=unset, help="threads of torch")
-    parser.add_argument("--dtype", default=unset, help="of the weights")
-    parser.add_argument("--context-length", type=int, default=unset, metavar="TOKENS")
-    parser.add_argument("--max-running-requests", type=int, default=unset, metavar="N")
-    parser.add_argument("--max-total-tokens", type=int, default=unset, metavar="TOKENS", help="size of the KV cache")
-    parser.add_argument(
-        "--exit-with-stdin", action="store_true", default=unset, help="end when standard input is closed"
-    )

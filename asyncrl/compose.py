@@ -32,10 +32,16 @@ from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.policy import Policy
 from asyncrl.rollout.env import Env
 from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.sglangcommand import Machine, SGLangOptions, plan_command, split_gpus
+from asyncrl.sampling.sglangserver import server_url
 from asyncrl.trainer import AsyncTrainer
 from asyncrl.types import Row
 
 __all__ = ["ComposedRun", "compose", "engine_options", "resolve", "trainer_options"]
+
+_LEAST_ADAPTERS = 8
+_SPARE_ADAPTERS = 4
+# Beside those that trajectories within the bound may use: the one that is published, and some that are being retired.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +79,14 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
     if recipe.model.source is not None:
         # Making the model can take a minute: what is refused anyway is refused before that.
         unmade: Any = _UnmadeLearner(lora_rank=recipe.model.lora.r if recipe.model.lora else None)
-        _wire(recipe, parts, unmade, directory)
+        _wire(recipe, parts, unmade, None, directory)
+    model = _model(recipe.model, base)
     learner = TorchLearner(
-        _model(recipe.model, base),
+        model,
         seed=recipe.rollout.seed,
         **_keywords(recipe.model, without=("path", "source")),
     )
-    return _wire(recipe, parts, learner, directory)
+    return _wire(recipe, parts, learner, model, directory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +107,13 @@ class _UnmadeLearner:
     lora_rank: int | None
 
 
-def _wire(recipe: Recipe, parts: _Parts, learner: Learner, directory: Path | None) -> ComposedRun:
-    sampler = recipe.sampler
+def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, directory: Path | None) -> ComposedRun:
+    """``model``: None if it is not made yet."""
     policy = Policy(
         learner,
-        sampler=SGLang(sampler.urls, api_key=sampler.api_key()) if sampler.urls else None,
+        sampler=_sampler(recipe, model, directory),
         directory=None if directory is None else directory / "adapters",
-        sampler_threads=sampler.threads,
+        sampler_threads=recipe.sampler.threads,
         publication=recipe.publication.way,
         **_keywords(recipe.publication, without=("way",)),
     )
@@ -114,6 +121,38 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, directory: Path | Non
     trainer = AsyncTrainer(engine=engine, evaluator=parts.evaluator, **parts.trainer)
     return ComposedRun(
         trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.trainer.steps
+    )
+
+
+def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLang | None:
+    """The client of the servers that the recipe names or has started; None is the embedded server."""
+    section = recipe.sampler
+    if section.urls:
+        return SGLang(section.urls, api_key=section.api_key())
+    if not section.launches:
+        return None
+    options = _server_options(recipe, model or recipe.path.parent)
+    # For what this machine lacks, which is said before a model is made.
+    machine = Machine.found()
+    plan_command(options, machine)
+    split_gpus(options, machine, section.servers)
+    if model is None:
+        return SGLang([server_url(options)])
+    return SGLang.launch(options, servers=section.servers, log_directory=directory)
+
+
+def _server_options(recipe: Recipe, model: Path) -> SGLangOptions:
+    section = recipe.sampler
+    return SGLangOptions(
+        model=model,
+        lora=recipe.model.lora,
+        # The publisher compares log-probabilities of both sides.
+        dtype=recipe.model.dtype,
+        max_loras_per_batch=max(_LEAST_ADAPTERS, recipe.trainer.max_staleness + _SPARE_ADAPTERS),
+        python=None if section.python is None else Path(section.python),
+        api_key=section.api_key(),
+        seed=recipe.rollout.seed,
+        **{name: getattr(section, name) for name in ("threads", "tensor_parallel", "device", "arguments")},
     )
 
 

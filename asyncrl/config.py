@@ -104,20 +104,46 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSection:
-    """``[sampler]``: the embedded server in a process of its own, or SGLang servers by URL."""
+    """``[sampler]``: the embedded server in a process of its own; SGLang servers by URL, or of our own without URLs."""
 
     backend: Literal["embedded", "sglang"] = "embedded"
     urls: tuple[str, ...] = ()
+    """Of SGLang servers that run; without any, servers are started on this machine for the run."""
     threads: int = 1
-    """Of the embedded server."""
+    """Of the embedded server, and of an SGLang server of our own on a CPU."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' key; the key itself has no place in a recipe."""
+    servers: int = 1
+    """SGLang servers of our own; this and the next ones only for those."""
+    tensor_parallel: int = 1
+    """GPUs of each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    python: str | None = None
+    """Interpreter that has SGLang; see ``SGLangOptions``."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of SGLang's command, as it spells them."""
 
     def __post_init__(self) -> None:
-        require_count("sampler.threads", self.threads, least=1)
-        if (self.backend == "sglang") != bool(self.urls):
-            allowed = "at least one URL for backend 'sglang', and left out for 'embedded'"
-            raise ConfigError.for_value("sampler.urls", list(self.urls), allowed)
+        for name in ("threads", "servers", "tensor_parallel"):
+            require_count(f"sampler.{name}", getattr(self, name), least=1)
+        if self.urls and self.backend == "embedded":
+            raise ConfigError.for_value("sampler.urls", list(self.urls), "left out for backend 'embedded'")
+        if not self.launches:
+            for name, unset in (
+                ("servers", 1),
+                ("tensor_parallel", 1),
+                ("device", "auto"),
+                ("python", None),
+                ("arguments", ()),
+            ):
+                if getattr(self, name) != unset:
+                    allowed = f"{unset!r} or left out, for it is about servers of backend 'sglang' that the run starts"
+                    raise ConfigError.for_value(f"sampler.{name}", getattr(self, name), allowed)
+
+    @property
+    def launches(self) -> bool:
+        """True if the run starts real SGLang servers."""
+        return self.backend == "sglang" and not self.urls
 
     def api_key(self) -> str | None:
         """The servers' key, read from the environment now; None if the recipe names no variable."""
@@ -152,6 +178,8 @@ class RolloutSection:
     renderer: Literal["chat", "text"] = "chat"
     stop: tuple[str, ...] = ()
     environment_timeout: float = 600.0
+    """Seconds."""
+    trajectory_timeout: float | None = None
     """Seconds."""
 
 

@@ -11,6 +11,7 @@ import asyncrl as rl
 from asyncrl.config import (
     EvaluationSection,
     ModelSection,
+    PublicationSection,
     Recipe,
     RolloutSection,
     TrainerSection,
@@ -71,6 +72,7 @@ def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
         (TrainerSection, rl.AsyncTrainer, {"steps"}),
         (RolloutSection, rl.RolloutEngine, set()),
         (EvaluationSection, rl.Evaluator, set()),
+        (PublicationSection, rl.Policy, {"way"}),
     ],
 )
 def test_sections_name_the_keywords_and_defaults_of_their_owners(section: Any, owner: Any, own: set[str]) -> None:
@@ -162,7 +164,11 @@ log = "json"
         (["advantage.standardise=true"], "advantage: unknown key 'standardise'; did you mean 'standardize'?"),
         (["model.source=env.py:build"], "exactly one of path"),
         (["model.lora.rank=4"], "model.lora: unknown key 'rank'"),
-        (["sampler.backend=sglang"], "sampler.urls is [], but must be at least one URL"),
+        (
+            ["sampler.backend=embedded", "sampler.urls=[]", "sampler.servers=2"],
+            "sampler.servers is 2, but must be 1 or left out",
+        ),
+        (["sampler.backend=sglang", "sampler.urls=[]", "sampler.servers=0"], "sampler.servers is 0"),
         (["sampler.urls=['http://a']"], "sampler.urls is ['http://a']"),
         (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32' or 'bfloat16'"),
         (["run.log=xml"], "run.log is 'xml'"),

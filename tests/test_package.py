@@ -51,6 +51,7 @@ LAYERS = {
     "asyncrl.tables": 5,
     "asyncrl.config": 5,
     "asyncrl.compose": 5,
+    "asyncrl.serving": 5,
     "asyncrl.simulation": 5,
     "asyncrl.cli": 5,
     "asyncrl.__main__": 5,

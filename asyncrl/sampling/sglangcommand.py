@@ -18,7 +18,7 @@ from asyncrl.machine import has_module, visible_gpus
 from asyncrl.sampling.install import installed_python
 from asyncrl.scheduling.rules import require_count
 
-__all__ = ["Command", "Machine", "SGLangOptions", "plan_command"]
+__all__ = ["Command", "Machine", "SGLangOptions", "plan_command", "plan_here", "split_gpus"]
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -79,8 +79,6 @@ class SGLangOptions:
     """Seconds. Half a minute is usual on a CPU, minutes for a large model or a cold disk."""
 
     def __post_init__(self) -> None:
-        if not (self.model / "config.json").is_file():
-            raise ConfigError.for_value("model", str(self.model), "a folder with a model (there is no config.json)")
         if self.host not in _LOOPBACK and not self.api_key:
             raise ConfigError.for_value("host", self.host, f"one of {', '.join(_LOOPBACK)}, or be used with an API key")
         if not 0 <= self.port <= 65_535:
@@ -131,6 +129,13 @@ class Command:
     """Options that have to come from a file that nobody else can read."""
 
 
+def plan_here(options: SGLangOptions) -> Command:
+    """The command on this machine; reads the disk. Raises ``ConfigError``, also if the model is not there."""
+    if not (options.model / "config.json").is_file():
+        raise ConfigError.for_value("model", str(options.model), "a folder with a model (there is no config.json)")
+    return plan_command(options, Machine.found())
+
+
 def plan_command(options: SGLangOptions, machine: Machine) -> Command:
     """The command for ``options``, whose port must be chosen. Raises ``ConfigError`` if the machine lacks something."""
     python = _interpreter(options, machine)
@@ -163,6 +168,17 @@ def plan_command(options: SGLangOptions, machine: Machine) -> Command:
         environment=_environment(options, device),
         secrets={name: value for name, value in secrets.items() if value},
     )
+
+
+def split_gpus(options: SGLangOptions, machine: Machine, servers: int) -> list[tuple[str, ...]]:
+    """The GPUs of each of several servers, ``tensor_parallel`` each; on a CPU or for one server, what was chosen."""
+    if servers == 1 or _device(options, machine, _interpreter(options, machine)) == "cpu":
+        return [options.gpus] * servers
+    gpus = options.gpus or machine.gpus
+    size = options.tensor_parallel
+    if len(gpus) < servers * size:
+        raise ConfigError.for_value("servers", servers, f"at most {len(gpus) // size}: {len(gpus)} GPUs, {size} each")
+    return [gpus[index * size : (index + 1) * size] for index in range(servers)]
 
 
 def _check_arguments(arguments: tuple[str, ...]) -> None:

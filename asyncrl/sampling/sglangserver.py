@@ -218,20 +218,21 @@ async def _until_ready(child: Child, options: SGLangOptions) -> None:
     if limit.cancelled_caught:
         last = await child.last_lines()
         raise ServerUnavailable(f"{child.name} was not ready in {options.start_timeout_s:g} s; {last}")
+    await _require_version(options)
 
 
 async def _until_answer(options: SGLangOptions) -> None:
-    """Ask until it is ready, then for its version.
-
-    Not ``/health``: SGLang answers that by sampling, and takes it ill if it is late.
-    """
-    url = server_url(options)
+    """Ask until it is ready. Not ``/health``: SGLang answers that by sampling, and takes it ill if it is late."""
     wait_s = _FIRST_LOOK_S
     async with open_client() as client:
-        while not await _is_ready(client.get(url + "/ready")):
+        while not await _is_ready(client.get(server_url(options) + "/ready")):
             await anyio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
-        server = ServerControl(client, url, api_key=options.api_key, admin_key=options.admin_key)
+
+
+async def _require_version(options: SGLangOptions) -> None:
+    async with open_client() as client:
+        server = ServerControl(client, server_url(options), api_key=options.api_key, admin_key=options.admin_key)
         await ask(server, allow_version=options.allow_version)
 
 
