@@ -13,6 +13,7 @@
     * ProbeMismatch: server and learner disagree about the published policy
   * LearnerError: the training side
     * NonFiniteError: loss or gradient is NaN or infinite
+  * CheckpointError: a run directory whose state cannot be used
   * ObserverError: a function that was subscribed to the run's events
   * StalenessError: a promise of asyncrl itself would be broken: a bug, please report it
 """
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "AsyncRLError",
+    "CheckpointError",
     "ConfigError",
     "EnvironmentFailure",
     "InfrastructureError",
@@ -107,6 +109,10 @@ class LearnerError(AsyncRLError):
 
 class NonFiniteError(LearnerError):
     """Loss or gradient norm is NaN or infinite."""
+
+
+class CheckpointError(AsyncRLError):
+    """The state in a run directory is incomplete or does not fit together; the message names the file."""
 
 
 class ObserverError(AsyncRLError):

@@ -32,6 +32,7 @@ __all__ = [
     "MemberDiscarded",
     "MemberFailed",
     "MemberFinished",
+    "MemberResumed",
     "Notice",
     "SegmentSampled",
     "StepFinished",
@@ -115,6 +116,17 @@ class MemberFailed(Event):
     attempt: int
     error: str
     generated_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class MemberResumed(Event):
+    """A trajectory that an earlier process had begun: it goes on, or if it was not ``recovered``, begins again."""
+
+    group: int
+    member: int
+    recovered: bool
+    generated_tokens: int
+    """Sampled before."""
 
 
 @dataclass(slots=True, kw_only=True)

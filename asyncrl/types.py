@@ -200,6 +200,10 @@ class Trajectory:
     """The environment's own bound on the tokens of the current turn."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls in the last complete turn."""
+    over: bool = False
+    """The environment ended the conversation: what is left is the reward."""
+    env_state: bytes | None = None
+    """JSON of what ``Env.snapshot`` said after the environment's last answer, where it is asked for that."""
     truncated: TruncationCause | None = None
     reward: float | None = None
     """Set once, at the end; None for a member that failed."""

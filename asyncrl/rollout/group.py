@@ -11,7 +11,6 @@ being computed is not, because its conversation is complete.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +35,8 @@ from asyncrl.events import (
 )
 from asyncrl.rollout.calls import UserCalls, call_user
 from asyncrl.rollout.env import Env, EnvFactory
-from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version
+from asyncrl.rollout.progress import GroupProgress
+from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
 from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import DropReason, Group, Row, Trajectory, TruncationCause
@@ -104,26 +104,29 @@ async def run_group(
     *,
     on_part: Callable[[Group], None] | None = None,
     on_reroll: Callable[[int], None] | None = None,
+    progress: GroupProgress | None = None,
 ) -> Group | FailedGroup:
     """Run all members of a group and return it. Cancelling it cancels them; their environments are closed.
+
+    ``progress`` is kept up to date, and is where the group goes on if it is not empty; None begins from the start.
 
     If stragglers are carried over, ``on_part`` gets the members that were done at the deadline, and the others are
     returned. If they are discarded, they are not in the result. ``on_reroll(index)`` is called when the group starts
     afresh and nothing of it is left. Raises the run's first error once ``context.failures`` has had enough.
     """
     budget = context.failures
-    attempts: Counter[int] = Counter()
+    progress = progress or GroupProgress()
     mark = budget.group_begins()
-    rerolls = 0
     while True:
-        run = _GroupRun(plan, factory, slots, context, on_part, attempts)
+        run = _GroupRun(plan, factory, slots, context, on_part, progress)
         group = await run.run()
         if isinstance(group, Group):
             budget.group_ended()
             return group
-        if not run.may_be_tried_again or rerolls == budget.rules.group_rerolls:
+        if not run.may_be_tried_again or progress.rerolls >= budget.rules.group_rerolls:
             break
-        rerolls += 1
+        progress.reset()
+        progress.rerolls += 1
         if on_reroll is not None:
             on_reroll(plan.index)
         context.events.emit(
@@ -151,80 +154,90 @@ class _GroupRun:
         slots: OrderedSlots,
         context: RolloutContext,
         on_part: Callable[[Group], None] | None,
-        attempts: Counter[int],
+        progress: GroupProgress,
     ) -> None:
         self._plan = plan
         self._factory = factory
         self._slots = slots
         self._context = context
         self._on_part = on_part
-        self._attempts_of = attempts
-        # Member -> its attempts so far, those of earlier starts included.
-        self._started = anyio.current_time()
-        self._active: dict[int, Trajectory] = {}
-        self._ended: list[Trajectory] = []
-        # In the order of ending; those of an earlier part are gone.
-        self._errors: list[BaseException] = []
-        self._rewarded = 0
-        self._at_quorum: dict[int, int] | None = None
-        # Member -> tokens that its attempt had generated when enough members were done; None until then.
-        self._passed = False
-        self._parted = False
-        # A part has left: what is missing now is missing, and the group cannot start afresh.
+        self._progress = progress
+        progress.started = anyio.current_time()
         self._conversations: set[anyio.CancelScope] = set()
         self._tasks = anyio.create_task_group()
-        self._lost: BaseException | None = None
-        # Why the group cannot be complete.
 
     @property
     def may_be_tried_again(self) -> bool:
         """True if the machinery failed; user code would raise again."""
-        return self._lost is not None
+        return self._progress.lost is not None
 
     async def run(self) -> Group | FailedGroup:
         async with self._tasks as tasks:
             for member in range(self._plan.size):
-                tasks.start_soon(self._run, member)
-        error = self._lost
-        if error is None and len(self._errors) == self._plan.size:
-            error = self._errors[0]
+                if self._progress.lost is None and self._progress.begins(member):
+                    tasks.start_soon(self._run, member)
+        error = self._progress.lost
+        if error is None and len(self._progress.errors) == self._plan.size:
+            error = self._progress.errors[0]
         if error is not None:
             return FailedGroup(
                 index=self._plan.index,
                 row=self._plan.row,
                 error=error,
                 generated_tokens=sum(
-                    traj.generated_tokens for traj in (*self._ended, *self._active.values()) if traj.error is None
+                    traj.generated_tokens
+                    for traj in (*self._progress.ended, *self._progress.active.values())
+                    if traj.error is None
                 ),
             )
         group = self._part(final=True)
         self._context.events.emit(
             GroupFinished(
-                time=anyio.current_time(), group=group.index, seconds=group.seconds, closed_by_deadline=self._passed
+                time=anyio.current_time(),
+                group=group.index,
+                seconds=group.seconds,
+                closed_by_deadline=self._progress.passed,
             )
         )
         return group
 
     async def _run(self, member: int) -> None:
         if not self._slots.acquire_nowait():
-            # A member that waits for its slot when the deadline passes does not begin.
-            with self._until_deadline() as scope:
-                await self._slots.acquire((self._plan.index, member))
-            if scope.cancelled_caught:
-                self._end(self._cut(self._plan.member(member)))
-                return
+            begun = self._progress.active.get(member)
+            if begun is not None:
+                await self._take_slot(begun)
+            else:
+                # A member that waits for its slot when the deadline passes does not begin.
+                with self._until_deadline() as scope:
+                    await self._slots.acquire((self._plan.index, member))
+                if scope.cancelled_caught:
+                    self._end(self._cut(self._plan.member(member)))
+                    return
         try:
             self._end(await self._attempts(member))
         finally:
             self._slots.release()
 
+    async def _take_slot(self, begun: Trajectory) -> None:
+        try:
+            await self._slots.acquire((begun.group, begun.member))
+        except BaseException:
+            leave_version(begun, self._context)
+            raise
+
+    def _next(self, member: int) -> Trajectory:
+        """The member's trajectory that was cut off in an earlier process, else its next attempt from the start."""
+        traj = self._progress.active.get(member)
+        if traj is None or traj.error is not None:
+            self._progress.attempts[member] += 1
+            traj = self._plan.member(member, self._progress.attempts[member])
+            self._begin(traj)
+        return traj
+
     async def _attempts(self, member: int) -> Trajectory:
         budget = self._context.failures
-        left = budget.rules.member_retries
         while True:
-            self._attempts_of[member] += 1
-            traj = self._plan.member(member, self._attempts_of[member])
-            self._begin(traj)
+            traj = self._next(member)
             mark = budget.attempt_begins()
             try:
                 await self._attempt(traj)
@@ -240,19 +253,19 @@ class _GroupRun:
             if final is not None:
                 raise final  # outside of the handler, so that it keeps its own cause
             again = isinstance(traj.error, EnvironmentFailure | SamplingError)
-            if again and left:
-                left -= 1
+            if again and self._progress.retries[member] < budget.rules.member_retries:
+                self._progress.retries[member] += 1
                 await anyio.sleep(budget.delay_s)
                 continue
             traj.dropped = DropReason.FAILED
-            if again and not self._parted:
+            if again and not self._progress.parted:
                 self._lose(traj.error)
             return traj
 
     def _lose(self, error: BaseException | None) -> None:
         """A member failed for good: the others are not worth going on."""
-        if self._lost is None:
-            self._lost = error
+        if self._progress.lost is None:
+            self._progress.lost = error
             self._tasks.cancel_scope.cancel()
 
     async def _attempt(self, traj: Trajectory) -> None:
@@ -267,6 +280,8 @@ class _GroupRun:
                     await call_user(env.close)
 
     async def _play(self, traj: Trajectory, env: Env, calls: UserCalls) -> None:
+        if traj.spans:
+            await go_on(traj, env, calls, self._context, fresh=self._plan.member(traj.member, traj.attempt))
         if self._plan.completion.stragglers is None:
             await converse(traj, env, calls, self._context, allow=self._allow)
         else:
@@ -278,30 +293,30 @@ class _GroupRun:
             await grade(traj, env, calls, self._context)
 
     def _begin(self, traj: Trajectory) -> None:
-        self._active[traj.member] = traj
-        if self._at_quorum is not None:
-            self._at_quorum[traj.member] = 0
+        self._progress.active[traj.member] = traj
+        if self._progress.at_quorum is not None:
+            self._progress.at_quorum[traj.member] = 0
 
     def _allow(self, traj: Trajectory, wanted: int) -> int:
         """How many of the ``wanted`` tokens a member may sample; 0 if the deadline passes with this."""
         limit = self._plan.completion.max_straggler_tokens
-        if self._at_quorum is None or limit is None:
+        if self._progress.at_quorum is None or limit is None:
             return wanted
-        left = limit - (traj.generated_tokens - self._at_quorum[traj.member])
-        if left > 0 and not self._passed:
+        left = limit - (traj.generated_tokens - self._progress.at_quorum[traj.member])
+        if left > 0 and not self._progress.passed:
             return min(wanted, left)
-        if not self._passed:
+        if not self._progress.passed:
             self._pass_deadline()
         return 0 if self._cuts else wanted
 
     def _pass_deadline(self) -> None:
-        self._passed = True
-        stragglers = self._plan.size - len(self._ended)
+        self._progress.passed = True
+        stragglers = self._plan.size - len(self._progress.ended)
         self._context.events.emit(
             DeadlinePassed(
                 time=anyio.current_time(),
                 group=self._plan.index,
-                finished=len(self._ended),
+                finished=len(self._progress.ended),
                 stragglers=stragglers,
             )
         )
@@ -309,8 +324,10 @@ class _GroupRun:
             for scope in self._conversations:
                 scope.cancel()
         elif self._on_part is not None:
-            self._parted = True
-            self._on_part(self._part(final=False))
+            self._progress.parted = True
+            part = self._part(final=False)
+            self._progress.left.update(traj.member for traj in part.members_G)
+            self._on_part(part)
 
     @property
     def _cuts(self) -> bool:
@@ -321,7 +338,7 @@ class _GroupRun:
     def _until_deadline(self) -> Iterator[anyio.CancelScope]:
         """A block that the deadline cancels, unless stragglers are carried over."""
         with anyio.CancelScope() as scope:
-            if self._passed and self._cuts:
+            if self._progress.passed and self._cuts:
                 scope.cancel()
             self._conversations.add(scope)
             try:
@@ -345,28 +362,35 @@ class _GroupRun:
         return traj
 
     def _end(self, traj: Trajectory) -> None:
-        self._active.pop(traj.member, None)
+        self._progress.active.pop(traj.member, None)
         if traj.error is not None:
-            self._errors.append(traj.error)
+            self._progress.errors.append(traj.error)
         if traj.dropped is DropReason.STRAGGLER and self._plan.completion.stragglers == "discard":
+            self._progress.left.add(traj.member)
             return
-        self._ended.append(traj)
-        self._rewarded += traj.reward is not None
+        self._progress.ended.append(traj)
+        self._progress.rewarded += traj.reward is not None
         completion = self._plan.completion
-        if completion.mode == "deadline" and self._at_quorum is None and self._rewarded >= completion.min_members:
-            self._at_quorum = {member: active.generated_tokens for member, active in self._active.items()}
+        if (
+            completion.mode == "deadline"
+            and self._progress.at_quorum is None
+            and self._progress.rewarded >= completion.min_members
+        ):
+            self._progress.at_quorum = {
+                member: active.generated_tokens for member, active in self._progress.active.items()
+            }
 
     def _part(self, *, final: bool) -> Group:
         """The members that ended since the last part, in their order in the group."""
-        last = self._ended[-1].member
-        members = sorted(self._ended, key=lambda traj: traj.member)
-        self._ended = []
+        last = self._progress.ended[-1].member
+        members = sorted(self._progress.ended, key=lambda traj: traj.member)
+        self._progress.ended = []
         return Group(
             index=self._plan.index,
             row=self._plan.row,
             members_G=members,
-            seconds=anyio.current_time() - self._started,
-            closed_by_deadline=self._passed,
+            seconds=self._progress.seconds + anyio.current_time() - self._progress.started,
+            closed_by_deadline=self._progress.passed,
             final=final,
             last_member=last,
         )

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
+import orjson
 
 from asyncrl.errors import ServerUnavailable
-from asyncrl.events import Events, MemberFinished, SegmentSampled, ToolCalled
+from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
 from asyncrl.publishing.base import Address
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls
@@ -27,7 +28,7 @@ from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
-__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "grade", "leave_version"]
+__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "go_on", "grade", "leave_version"]
 
 _EMPTY_ABORTS = 16
 # An aborted request may come back empty; a server that does nothing else is not one to wait for.
@@ -81,6 +82,8 @@ class RolloutContext:
     environment_timeout_s: float = math.inf
     now: Callable[[], float] = anyio.current_time
     """The loop's time."""
+    keeps_env_state: bool = False
+    """Ask environments with ``recovery="snapshot"`` for their state after each answer."""
     on_birth: Callable[[int, int], None] = field(default=lambda group, version: None)
     """Called with (group, version) at each dispatch, before the request leaves."""
 
@@ -96,10 +99,9 @@ async def converse(
     """
     if not traj.spans:
         await _reset(traj, env, calls, context)
-    while traj.truncated is None:
+    while traj.truncated is None and not traj.over:
         if traj.awaiting_reply:
-            if not await _reply(traj, env, calls, context):
-                break
+            await _reply(traj, env, calls, context)
             continue
         wanted = context.budget.next_segment(traj, traj.turn_cap)
         if isinstance(wanted, TruncationCause):
@@ -115,6 +117,7 @@ async def converse(
 async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
     messages = await calls(env.reset, traj.row)
     ids = await context.renderer.prompt(messages, env.tools)
+    traj.env_state = await _env_state(traj, env, calls, context)
     traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
 
@@ -220,8 +223,35 @@ def leave_version(traj: Trajectory, context: RolloutContext) -> None:
         context.release(traj.version)
 
 
-async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> bool:
-    """Ask the environment for its answer to the turn; False if the episode is over."""
+async def _env_state(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> bytes | None:
+    """What the environment needs to be brought back. At once as bytes, for it may go on with the same objects."""
+    if not context.keeps_env_state or env.recovery != "snapshot":
+        return None
+    return orjson.dumps(await calls(env.snapshot, traj), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+async def go_on(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext, *, fresh: Trajectory) -> None:
+    """Bring the new ``env`` to where ``traj`` was cut off in an earlier process; if it cannot, begin from ``fresh``."""
+    recovered = env.recovery == "stateless" or (env.recovery == "snapshot" and traj.env_state is not None)
+    tokens = traj.generated_tokens
+    if not recovered:
+        leave_version(traj, context)
+        for name in Trajectory.__slots__:
+            setattr(traj, name, getattr(fresh, name))
+    elif env.recovery == "stateless":
+        await calls(env.reset, traj.row)
+    else:
+        await calls(env.restore, traj, orjson.loads(traj.env_state or b"null"))
+    if tokens:
+        context.events.emit(
+            MemberResumed(
+                time=context.now(), group=traj.group, member=traj.member, recovered=recovered, generated_tokens=tokens
+            )
+        )
+
+
+async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
+    """Ask the environment for its answer to the turn, and take note of it."""
     started = context.now()
     errors, tool_seconds = (traj.metrics.get(key, 0.0) for key in ("tool_errors", "tool_seconds"))
     answer = await calls(env.on_turn, traj)
@@ -239,20 +269,21 @@ async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
             errors=int(traj.metrics.get("tool_errors", 0.0) - errors),
         )
     )
-    if result is None:
-        return False
+    state = await _env_state(traj, env, calls, context)
     cause = context.budget.after_turn(traj)
-    if cause is not None:
-        traj.truncated = cause
-        return False
+    if result is None or cause is not None:
+        traj.env_state = state
+        traj.over = result is None
+        traj.truncated = None if result is None else cause
+        return
     messages = await context.renderer.shortened(result.messages, context.budget.tool_output_tokens)
     framing = await context.renderer.continuation(traj.messages, messages, traj.turn_ids(), env.tools)
+    traj.env_state = state
     traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.FRAMING, tokens=framing))
     traj.turn_cap = result.max_turn_tokens
     traj.turn_tokens = 0
     traj.awaiting_reply = False
-    return True
 
 
 async def grade(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:

@@ -1,0 +1,88 @@
+"""Files that are whole or not there, and the lock of a run directory. Blocking: call these from a worker thread.
+
+A file is written under a temporary name, flushed to the disk, and given its name in one step; then the folder itself is
+flushed, without which the name could be lost with the power. Temporary names begin with a dot; what a killed process
+left under one is removed when the directory is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+
+__all__ = ["draft", "drafted", "locked", "remove", "settle", "sweep", "sync"]
+
+_LOCK = ".lock"
+
+
+def drafted(path: Path) -> Path:
+    """The temporary name of ``path``."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def draft(path: Path, pieces: Iterable[bytes | memoryview]) -> Path:
+    """Write a file under the temporary name of ``path`` and flush it; ``settle`` gives it its name."""
+    temporary = drafted(path)
+    with temporary.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def settle(temporary: Path, path: Path) -> None:
+    """Give a flushed file or folder its name, for good."""
+    temporary.rename(path)
+    sync(path.parent)
+    if temporary.parent != path.parent:
+        sync(temporary.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder that nobody needs. One that is gone already is none."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half written in ``folder``."""
+    for path in folder.glob(".*.partial"):
+        remove(path)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the run directory for this process; the system lets go of it however the process ends."""
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            raise ConfigError(
+                f"checkpointing.run_dir is {str(directory)!r}, which another run is using (process {owner}): stop that "
+                "one, or use another folder"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,174 @@
+"""The journal: one file for each trainer step, with everything that the step was made from.
+
+A step is committed when its file has its name. The file has the sequences in the order and the chunks in which they
+were trained, so that repeating the step gives the same parameters to the last bit, and which groups the step consumed,
+so that none of them is trained again. A step without gradient has one too. Files are safetensors: arrays over all
+sequences, one after the other, and the rest as JSON in the header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from asyncrl.checkpoint.files import draft, drafted, remove, settle, sync
+from asyncrl.errors import CheckpointError
+from asyncrl.learning.base import OptimizerSettings, TrainingSequence
+
+__all__ = ["Consumed", "Journal", "JournalEntry"]
+
+_FORMAT = "1"
+_HEAD = ("n", "version", "admitted", "dropped", "totals", "loss", "divisor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """A group, or those ``members`` of it that were in a batch; ``final`` if none of it follows."""
+
+    group: int
+    members: tuple[int, ...]
+    final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JournalEntry:
+    """What trainer step ``n`` was made from."""
+
+    n: int
+    version: int
+    """Committed before it."""
+    admitted: int
+    """Groups admitted by then."""
+    consumed: tuple[Consumed, ...]
+    dropped: tuple[int, ...] = ()
+    """Groups that were given up since the step before."""
+    totals: Mapping[str, Any] = field(default_factory=dict)
+    """What the ledger sums up with this step."""
+    loss: str = ""
+    """Its name and options, for a reader: a resumed run has the same one."""
+    divisor: float = 1.0
+    settings: OptimizerSettings | None = None
+    """None if no step of the optimizer was taken, and no version made."""
+    chunks: Sequence[Sequence[TrainingSequence]] = ()
+    """The forward-backward passes."""
+
+    @property
+    def version_after(self) -> int:
+        """Committed after it."""
+        return self.version + (self.settings is not None)
+
+
+class Journal:
+    """Owns ``folder`` with one file for each step, and ``refused`` for batches that gave no usable gradient."""
+
+    def __init__(self, folder: Path, refused: Path) -> None:
+        self._folder = folder
+        self._refused = refused
+
+    def draft(self, entry: JournalEntry) -> None:
+        """Write the entry and flush it, under a name that does not count yet."""
+        draft(self._path(entry.n), [_encode(entry)])
+
+    def commit(self, n: int) -> None:
+        """The drafted step has happened."""
+        path = self._path(n)
+        settle(drafted(path), path)
+
+    def refuse(self, n: int) -> Path:
+        """The drafted step cannot happen: keep its batch for inspection, and say where."""
+        self._refused.mkdir(exist_ok=True)
+        path = self._refused / self._path(n).name
+        settle(drafted(self._path(n)), path)
+        return path
+
+    def steps(self) -> list[int]:
+        """The steps that are there, in order."""
+        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.safetensors"))
+
+    def read(self, n: int, *, sequences: bool = True) -> JournalEntry:
+        """The entry of step ``n``; without ``sequences`` only what it says of groups and versions."""
+        try:
+            return _decode(self._path(n), sequences=sequences)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{self._path(n)} cannot be read: {error}") from error
+
+    def forget(self, n: int) -> None:
+        """Remove the steps up to ``n``."""
+        for step in self.steps():
+            if step <= n:
+                remove(self._path(step))
+        sync(self._folder)
+
+    def _path(self, n: int) -> Path:
+        return self._folder / f"{n:06d}.safetensors"
+
+
+def _encode(entry: JournalEntry) -> bytes:
+    sequences = [sequence for chunk in entry.chunks for sequence in chunk]
+    arrays = {
+        "lengths": np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64),
+        "tokens": _joined([sequence.tokens for sequence in sequences], np.int32),
+        "logprobs": _joined([sequence.logprobs for sequence in sequences], np.float32),
+        "mask": _joined([sequence.mask for sequence in sequences], np.bool_),
+        **{
+            name: np.array([getattr(sequence, name) for sequence in sequences], dtype=np.float64)
+            for name in ("advantage", "weight", "temperature")
+        },
+    }
+    head = {
+        **{name: getattr(entry, name) for name in _HEAD},
+        "consumed": entry.consumed,
+        "settings": None if entry.settings is None else asdict(entry.settings),
+        "chunks": [len(chunk) for chunk in entry.chunks],
+    }
+    return save(arrays, metadata={"format": _FORMAT, "entry": orjson.dumps(head).decode()})
+
+
+def _joined(arrays: Sequence[np.ndarray[Any, Any]], kind: type[np.generic]) -> np.ndarray[Any, Any]:
+    joined: np.ndarray[Any, Any] = np.concatenate([np.empty(0, dtype=kind), *arrays])
+    return joined.astype(kind, copy=False)
+
+
+def _decode(path: Path, *, sequences: bool) -> JournalEntry:
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r} and not {_FORMAT!r}")
+        head = orjson.loads(metadata["entry"])
+        arrays = {name: file.get_tensor(name) for name in file.keys()} if sequences else None  # noqa: SIM118  no mapping
+    sizes = head.pop("chunks")
+    consumed = tuple(
+        Consumed(group=one["group"], members=tuple(one["members"]), final=one["final"]) for one in head.pop("consumed")
+    )
+    settings = head.pop("settings")
+    every = [] if arrays is None else list(_sequences(arrays))
+    ends = np.cumsum([0, *sizes]).tolist()
+    chunks = [every[start:end] for start, end in pairwise(ends)]
+    return JournalEntry(
+        **{**head, "dropped": tuple(head["dropped"])},
+        consumed=consumed,
+        settings=None if settings is None else OptimizerSettings(**settings),
+        chunks=chunks,
+    )
+
+
+def _sequences(arrays: dict[str, np.ndarray[Any, Any]]) -> Iterator[TrainingSequence]:
+    end = 0
+    for index, length in enumerate(arrays["lengths"].tolist()):
+        start, end = end, end + length
+        yield TrainingSequence(
+            tokens=arrays["tokens"][start:end],
+            logprobs=arrays["logprobs"][start:end],
+            mask=arrays["mask"][start:end],
+            advantage=float(arrays["advantage"][index]),
+            weight=float(arrays["weight"][index]),
+            temperature=float(arrays["temperature"][index]),
+        )

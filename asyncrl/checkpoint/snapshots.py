@@ -1,0 +1,190 @@
+"""Snapshots: what is outstanding, saved while the run goes on. The newest two are kept.
+
+A snapshot is a file of JSON lines that name the places of their token data (``tokens.py``): a header, a line for each
+outstanding group, and an end without which it does not count. Encoding goes group by group, so that the thread that
+does it never holds the interpreter for long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from asyncrl.checkpoint.files import draft, drafted, remove, settle
+from asyncrl.checkpoint.state import GroupState, RunState
+from asyncrl.checkpoint.tokens import TokenReader, TokenStore
+from asyncrl.checkpoint.values import dumps, read_trajectory, trajectory_head
+from asyncrl.errors import CheckpointError, EnvironmentFailure
+from asyncrl.rollout.progress import GroupProgress
+from asyncrl.types import Group, Row, Trajectory
+
+__all__ = ["Snapshots"]
+
+_FORMAT = 1
+_KEPT = 2
+_PART = ("index", "seconds", "closed_by_deadline", "final", "last_member")
+_PROGRESS = ("rerolls", "rewarded", "passed", "parted", "seconds")
+_HEADER = tuple(field.name for field in fields(RunState) if field.name != "groups")
+
+
+class Snapshots:
+    """Owns ``folder``: snapshots and their token data. Used by one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokens = TokenStore(folder)
+        self._kept: list[tuple[int, int, set[int]]] = []
+        # Number, step and shards of the snapshots that are kept, oldest first.
+        self._next = 1 + max(self._numbers(), default=0)
+
+    def write(self, state: RunState) -> int:
+        """Save ``state`` and forget all but the newest two. Returns the oldest step that a kept snapshot is after."""
+        self._tokens.begin()
+        path = self._path(self._next)
+        # The lines first: they write the token data, which has to be on disk before anything names it.
+        lines = list(self._lines(state))
+        shards = self._tokens.end()
+        draft(path, lines)
+        settle(drafted(path), path)
+        self._kept.append((self._next, state.n, shards))
+        self._next += 1
+        self._kept = self._kept[-_KEPT:]
+        oldest = self._kept[0][0]
+        for number in self._numbers():
+            if number < oldest:
+                remove(self._path(number))
+        self._tokens.keep_only(shard for _, _, used in self._kept for shard in used)
+        return min(n for _, n, _ in self._kept)
+
+    def close(self) -> None:
+        """End the file that is being written."""
+        self._tokens.close()
+
+    def read(self, row: Callable[[int], Row]) -> RunState | None:
+        """The newest state that is complete; None if there is none. ``row(index)`` is that of a group."""
+        failure: CheckpointError | None = None
+        for number in reversed(self._numbers()):
+            try:
+                state, shards = self._read(self._path(number), row)
+            except CheckpointError as error:
+                failure = failure or error
+                continue
+            self._kept = [(number, state.n, shards)]
+            return state
+        if failure is not None:
+            raise failure
+        return None
+
+    def _lines(self, state: RunState) -> Iterator[bytes]:
+        header = {"format": _FORMAT, **{name: getattr(state, name) for name in _HEADER}}
+        yield dumps(header, "the state of the run") + b"\n"
+        for group in state.groups.values():
+            yield self._line(group) + b"\n"
+        yield dumps({"end": len(state.groups)}, "the end") + b"\n"
+
+    def _line(self, group: GroupState) -> bytes:
+        value: dict[str, object] = {"index": group.index, "due": group.due, "taken": sorted(group.taken)}
+        value["parts"] = [
+            {**{name: getattr(part, name) for name in _PART}, "members": self._members(part.members_G)}
+            for part in group.parts
+        ]
+        if group.progress is not None:
+            value["progress"] = self._progress(group.progress)
+        return dumps(value, f"group {group.index}")
+
+    def _progress(self, progress: GroupProgress) -> Mapping[str, object]:
+        return {
+            **{name: getattr(progress, name) for name in _PROGRESS},
+            "active": self._members(list(progress.active.values())),
+            "ended": self._members(progress.ended),
+            "left": sorted(progress.left),
+            "attempts": sorted(progress.attempts.items()),
+            "retries": sorted(progress.retries.items()),
+            "at_quorum": None if progress.at_quorum is None else sorted(progress.at_quorum.items()),
+            "errors": [_text(error) for error in progress.errors],
+            "lost": None if progress.lost is None else _text(progress.lost),
+        }
+
+    def _members(self, members: Sequence[Trajectory]) -> list[orjson.Fragment]:
+        return [
+            orjson.Fragment(dumps({**trajectory_head(traj), "tokens": self._tokens.put(traj)}, f"trajectory {traj.id}"))
+            for traj in members
+        ]
+
+    def _read(self, path: Path, row: Callable[[int], Row]) -> tuple[RunState, set[int]]:
+        try:
+            header, *groups, end = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+            if header.pop("format") != _FORMAT or end != {"end": len(groups)}:
+                raise CheckpointError(f"{path} is of another format, or not complete")
+            header["rollout_keys"] = tuple(header["rollout_keys"])
+            reader = _Reader(TokenReader(self._folder), self._tokens, row)
+            return RunState(**header, groups={group["index"]: reader.group(group) for group in groups}), reader.shards
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.jsonl"))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.jsonl"
+
+
+class _Reader:
+    """Reads the groups of one snapshot; ``shards`` are those that it has named so far."""
+
+    def __init__(self, tokens: TokenReader, store: TokenStore, row: Callable[[int], Row]) -> None:
+        self.shards: set[int] = set()
+        self._tokens = tokens
+        self._store = store
+        self._row = row
+
+    def group(self, value: Mapping[str, Any]) -> GroupState:
+        row = self._row(value["index"])
+        progress = value.get("progress")
+        return GroupState(
+            index=value["index"],
+            due=value["due"],
+            taken=set(value["taken"]),
+            parts=[
+                Group(**{name: part[name] for name in _PART}, row=row, members_G=self._members(part["members"], row))
+                for part in value["parts"]
+            ],
+            progress=None if progress is None else self._progress(progress, row),
+        )
+
+    def _progress(self, value: Mapping[str, Any], row: Row) -> GroupProgress:
+        quorum = value["at_quorum"]
+        return GroupProgress(
+            **{name: value[name] for name in _PROGRESS},
+            active={traj.member: traj for traj in self._members(value["active"], row)},
+            ended=self._members(value["ended"], row),
+            left=set(value["left"]),
+            attempts=Counter(dict(value["attempts"])),
+            retries=Counter(dict(value["retries"])),
+            at_quorum=None if quorum is None else dict(quorum),
+            errors=[EnvironmentFailure(text) for text in value["errors"]],
+            lost=None if value["lost"] is None else EnvironmentFailure(value["lost"]),
+        )
+
+    def _members(self, values: Sequence[dict[str, Any]], row: Row) -> list[Trajectory]:
+        return [self._member(value, row) for value in values]
+
+    def _member(self, value: dict[str, Any], row: Row) -> Trajectory:
+        tokens = value.pop("tokens")
+        spans = [self._tokens.span(*place) for place in tokens["spans"]]
+        messages = [self._tokens.message(*place) for place in tokens["messages"]]
+        traj = read_trajectory(value, row, spans, messages)
+        span_places = [(place[2], place[3], place[4]) for place in tokens["spans"]]
+        message_places = [(place[0], place[1], place[2]) for place in tokens["messages"]]
+        self._store.adopt(traj, span_places, message_places)
+        self.shards.update(place[0] for place in (*span_places, *message_places))
+        return traj
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

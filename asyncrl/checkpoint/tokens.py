@@ -1,0 +1,204 @@
+"""Token data on disk: append-only shards, so that a save costs what is new since the last one.
+
+A record is a span's ids (int32) and log-probabilities (float32), or a message as JSON. It is written once, when it is
+first seen, and then named by its place. Shards are never changed: a process writes shards of its own. One that no kept
+snapshot names is removed; one of which little is still named is given up, one at a time, by writing that little anew.
+
+Owned by one thread: blocking, and not to be shared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import orjson
+
+from asyncrl.checkpoint.files import sync
+from asyncrl.checkpoint.values import dumps
+from asyncrl.errors import CheckpointError
+from asyncrl.types import Message, Span, SpanKind, Trajectory
+
+__all__ = ["Place", "TokenReader", "TokenStore"]
+
+Place: TypeAlias = tuple[int, int, int]
+"""Shard, offset, and number of tokens (of a span) or bytes (of a message)."""
+_SHARD_BYTES = 64 * 2**20
+_LIVE_SHARE = 0.25
+# Below it a shard is given up: rewriting costs at most a third of what it frees.
+_TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Written:
+    """What is on disk of one trajectory. The objects are kept, because an id is only unique while its object lives."""
+
+    spans: list[tuple[Span, Place]] = field(default_factory=list)
+    messages: list[tuple[Message, Place]] = field(default_factory=list)
+
+
+class TokenStore:
+    """Owns the shards in ``folder`` that this process writes, and what is where."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shard = max((_number(path) for path in folder.glob("tokens-*.bin")), default=0)
+        self._file: BinaryIO | None = None
+        self._offset = 0
+        self._written: dict[str, _Written] = {}
+        self._seen: dict[str, _Written] = {}
+        # Those of the save under way; the others are forgotten with it.
+        self._live: Counter[int] = Counter()
+        # Shard -> bytes that the last save named.
+        self._given_up: int | None = None
+
+    def begin(self) -> None:
+        """A save begins."""
+        self._seen = {}
+        self._given_up = self._sparse_shard()
+        self._live = Counter()
+
+    def put(self, traj: Trajectory) -> dict[str, object]:
+        """Write what is new of ``traj``; the places of its spans and messages."""
+        before = self._written.get(traj.id, _Written())
+        now = self._seen[traj.id] = _Written()
+        for index, span in enumerate(traj.spans):
+            known = before.spans[index] if index < len(before.spans) else None
+            place = self._kept(known[1]) if known is not None and known[0] is span else None
+            now.spans.append((span, place or self._write_span(span)))
+        for index, message in enumerate(traj.messages):
+            said = before.messages[index] if index < len(before.messages) else None
+            place = self._kept(said[1]) if said is not None and said[0] is message else None
+            now.messages.append((message, place or self._write_message(message, traj.id)))
+        for span, (shard, _, count) in now.spans:
+            self._live[shard] += count * _TOKEN_BYTES * (1 if span.logprobs is None else 2)
+        for _, (shard, _, count) in now.messages:
+            self._live[shard] += count
+        return {
+            "spans": [[span.kind, span.version, *place] for span, place in now.spans],
+            "messages": [place for _, place in now.messages],
+        }
+
+    def end(self) -> set[int]:
+        """Flush the save; the shards that it names."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            if self._offset >= _SHARD_BYTES:
+                self.close()
+        self._written = self._seen
+        return set(self._live)
+
+    def close(self) -> None:
+        """End the shard that is being written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def keep_only(self, shards: Iterable[int]) -> None:
+        """Remove every other shard, but for the one being written."""
+        needed = {*shards, *([self._shard] if self._file is not None else [])}
+        for path in self._folder.glob("tokens-*.bin"):
+            if _number(path) not in needed:
+                path.unlink()
+
+    def adopt(self, traj: Trajectory, spans: Sequence[Place], messages: Sequence[Place]) -> None:
+        """``traj`` was read from these places, where it may stay."""
+        self._written[traj.id] = _Written(
+            list(zip(traj.spans, spans, strict=True)), list(zip(traj.messages, messages, strict=True))
+        )
+
+    def _kept(self, place: Place) -> Place | None:
+        return None if place[0] == self._given_up else place
+
+    def _sparse_shard(self) -> int | None:
+        """The most wasteful shard of those that are worth it."""
+        shares = {
+            shard: live / size
+            for shard, live in self._live.items()
+            if (shard != self._shard or self._file is None)
+            and (size := self._size(shard))
+            and live < _LIVE_SHARE * size
+        }
+        return min(shares, key=lambda shard: shares[shard], default=None)
+
+    def _size(self, shard: int) -> int:
+        return _path(self._folder, shard).stat().st_size
+
+    def _write_span(self, span: Span) -> Place:
+        arrays = [span.tokens.astype("<i4", copy=False)]
+        if span.logprobs is not None:
+            arrays.append(span.logprobs.astype("<f4", copy=False))
+        place = (*self._next(), len(span.tokens))
+        for array in arrays:
+            self._append(np.ascontiguousarray(array).data)
+        return place
+
+    def _write_message(self, message: Message, traj_id: str) -> Place:
+        data = dumps(message, f"a message of trajectory {traj_id}")
+        place = (*self._next(), len(data))
+        self._append(data)
+        return place
+
+    def _next(self) -> tuple[int, int]:
+        if self._file is None:
+            self._shard += 1
+            path = _path(self._folder, self._shard)
+            self._file = path.open("xb")
+            self._offset = 0
+            sync(self._folder)
+        return self._shard, self._offset
+
+    def _append(self, data: bytes | memoryview) -> None:
+        assert self._file is not None, "the place was asked for first"
+        self._offset += self._file.write(data)
+
+
+class TokenReader:
+    """Reads records back. ``CheckpointError`` for one that is not there in full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shards: dict[int, bytes] = {}
+
+    def span(self, kind: str, version: int | None, shard: int, offset: int, tokens: int) -> Span:
+        """The span at that place; its arrays are its own."""
+        size = tokens * _TOKEN_BYTES
+        generated = kind == SpanKind.GENERATED
+        data = self._data(shard, offset, size * (1 + generated))
+        return Span(
+            kind=SpanKind(kind),
+            tokens=np.frombuffer(data[:size], dtype="<i4").astype(np.int32),
+            logprobs=np.frombuffer(data[size:], dtype="<f4").astype(np.float32) if generated else None,
+            version=version,
+        )
+
+    def message(self, shard: int, offset: int, size: int) -> Message:
+        """The message at that place."""
+        message: Message = orjson.loads(self._data(shard, offset, size))
+        return message
+
+    def _data(self, shard: int, offset: int, size: int) -> bytes:
+        if shard not in self._shards:
+            try:
+                self._shards[shard] = _path(self._folder, shard).read_bytes()
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{error.filename} is missing") from error
+        data = self._shards[shard][offset : offset + size]
+        if len(data) < size:
+            path = _path(self._folder, shard)
+            raise CheckpointError(f"{path} has {len(data)} of {size} bytes at offset {offset}")
+        return data
+
+
+def _path(folder: Path, shard: int) -> Path:
+    return folder / f"tokens-{shard:06d}.bin"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
