@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.budget import Budget
     from asyncrl.rollout.env import Env, TurnResult
     from asyncrl.rollout.failures import Failures
+    from asyncrl.rollout.processes import in_process
     from asyncrl.rollout.tools import tool
     from asyncrl.sampling.sglang import SGLang
     from asyncrl.sampling.sglangcommand import SGLangOptions
@@ -59,6 +60,7 @@ __all__ = [
     "Truncation",
     "TurnResult",
     "cosine",
+    "in_process",
     "run",
     "tool",
 ]
@@ -76,6 +78,7 @@ _MODULES = {
     "asyncrl.rollout.budget": ("Budget",),
     "asyncrl.rollout.env": ("Env", "TurnResult"),
     "asyncrl.rollout.failures": ("Failures",),
+    "asyncrl.rollout.processes": ("in_process",),
     "asyncrl.rollout.tools": ("tool",),
     "asyncrl.sampling.sglang": ("SGLang",),
     "asyncrl.sampling.sglangcommand": ("SGLangOptions",),

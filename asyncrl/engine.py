@@ -138,7 +138,8 @@ class RolloutEngine:
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``failures``: how often what fails is tried again, and how many failures end the run.
-    ``environment_timeout``: seconds for each call into the environment.
+    ``environment_timeout``: seconds for each call into the environment. ``trajectory_timeout``: for a whole trajectory,
+    from its reset to its reward; what takes longer fails and is tried again. None: no bound.
     """
 
     def __init__(  # noqa: PLR0913  the options of rollouts; each is one sentence above
@@ -158,6 +159,7 @@ class RolloutEngine:
         stop: Sequence[str] = (),
         failures: Failures | None = None,
         environment_timeout: float = 600.0,
+        trajectory_timeout: float | None = None,
     ) -> None:
         self.policy = policy
         self.schedule = schedule or Schedule()
@@ -175,10 +177,13 @@ class RolloutEngine:
         self._stop = tuple(stop)
         self.failures = failures or Failures()
         self._environment_timeout_s = environment_timeout
+        self._trajectory_timeout_s = math.inf if trajectory_timeout is None else trajectory_timeout
         _check_sampling(self.settings)
         policy.check_kv_cache(self.settings.kv_cache)
         if not environment_timeout > 0:
             raise ConfigError.for_value("environment_timeout", environment_timeout, "more than 0 seconds")
+        if not self._trajectory_timeout_s > 0:
+            raise ConfigError.for_value("trajectory_timeout", trajectory_timeout, "more than 0 seconds, or None")
 
     @asynccontextmanager
     async def opened(self, events: Events | None = None) -> AsyncGenerator[EngineSession, None]:
@@ -210,6 +215,7 @@ class RolloutEngine:
                 events=events,
                 failures=FailureBudget(self.failures),
                 environment_timeout_s=self._environment_timeout_s,
+                trajectory_timeout_s=self._trajectory_timeout_s,
                 now=asyncio.get_running_loop().time,
             )
             with ExitStack() as stack:

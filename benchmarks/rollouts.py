@@ -134,9 +134,9 @@ class _Learner(ScriptedLearner):
 class _Renderer(ByteRenderer):
     """A turn that begins with T calls the tool."""
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """The bytes as text, and the call."""
-        parsed = super().parse(turn_ids, tools)
+        parsed = await super().parse(turn_ids, tools)
         calls = (ToolCall(name="lookup", arguments={"key": 7}),) if turn_ids[0] == CALL[0] else ()
         return ParsedTurn(message=parsed.message, tool_calls=calls)
 

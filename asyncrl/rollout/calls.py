@@ -22,7 +22,7 @@ from anyio.lowlevel import RunVar
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 from asyncrl.iteration import first_error
 
-__all__ = ["Deadline", "UserCalls", "blamed", "call_user"]
+__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread"]
 
 T = TypeVar("T")
 
@@ -115,8 +115,8 @@ async def call_user(function: Callable[..., Awaitable[T]], *args: Any, timeout: 
 async def call_user(function: Callable[..., T | Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
 async def call_user(function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> Any:
     """Make one call. Raises ``RolloutTimeout`` after ``timeout`` seconds (a thread cannot be ended: it goes on until
-    its function returns), ``InfrastructureError`` for a timeout or a lost connection inside, and whatever else the
-    function raises.
+    its function returns; ``in_process`` is for those that may not), ``InfrastructureError`` for a timeout or a lost
+    connection inside, and whatever else the function raises.
     """
     with Deadline(_name(function), timeout):
         return await _run(function, args)
@@ -126,11 +126,19 @@ async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         if _is_asynchronous(getattr(function, "__func__", function)):
             return await function(*args)
-        result = await anyio.to_thread.run_sync(partial(function, *args), limiter=_threads(), abandon_on_cancel=True)
-        return await result if inspect.isawaitable(result) else result
+        return await in_thread(partial(function, *args))
     except Exception as error:  # noqa: BLE001  raised again below
         failure = blamed(_name(function), error)
     raise failure  # outside of the handler, so that it keeps its own cause
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a plain function in one of the threads for user code, and await what it returns if it is an awaitable.
+
+    If the caller is cancelled it waits no longer; the thread goes on and is taken until its function returns.
+    """
+    result = await anyio.to_thread.run_sync(function, limiter=_threads(), abandon_on_cancel=True)
+    return await result if inspect.isawaitable(result) else result
 
 
 _is_asynchronous = functools.lru_cache(maxsize=1024)(inspect.iscoroutinefunction)

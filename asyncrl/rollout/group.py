@@ -11,8 +11,9 @@ being computed is not, because its conversation is complete.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import anyio
@@ -33,7 +34,7 @@ from asyncrl.events import (
     MemberDiscarded,
     MemberFailed,
 )
-from asyncrl.rollout.calls import UserCalls, call_user
+from asyncrl.rollout.calls import Deadline, UserCalls, call_user
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
@@ -43,6 +44,7 @@ from asyncrl.types import DropReason, Group, Row, Trajectory, TruncationCause
 
 __all__ = ["FailedGroup", "GroupPlan", "run_group"]
 
+_NONE: AbstractContextManager[None] = nullcontext()
 _CLOSE_S = 10.0
 # close() runs even when the run is being cancelled, but must not keep it from ending.
 
@@ -271,13 +273,18 @@ class _GroupRun:
     async def _attempt(self, traj: Trajectory) -> None:
         env = self._factory.create()
         try:
-            with UserCalls(self._context.environment_timeout_s) as calls:
+            with UserCalls(self._context.environment_timeout_s) as calls, self._deadline(traj):
                 await self._play(traj, env, calls)
         finally:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
                 with anyio.move_on_after(_CLOSE_S, shield=True):
                     await call_user(env.close)
+
+    def _deadline(self, traj: Trajectory) -> AbstractContextManager[None]:
+        seconds = self._context.trajectory_timeout_s
+        # A scope and its timer for each trajectory only where they are wanted.
+        return _NONE if seconds == math.inf else Deadline(f"trajectory {traj.id}", seconds)
 
     async def _play(self, traj: Trajectory, env: Env, calls: UserCalls) -> None:
         if traj.spans:

@@ -4,11 +4,13 @@ Sampled ids are never decoded and encoded again. The prompt is tokenised once; a
 environment adds is, as framing that follows the sampled ids exactly, at a cost in proportion to the new text. Messages
 are a view: a chat template that would drop reasoning from earlier turns does not change what stands there.
 
-Long texts are tokenised in a thread. Left out: images, and any protection against control tokens in what tools return.
+What takes long, by what it took before, is tokenised and read in a thread. Left out: images, and any protection against
+control tokens in what tools return.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -26,10 +28,12 @@ __all__ = ["ChatRenderer", "ParsedTurn", "Renderer", "TextRenderer", "load_rende
 T = TypeVar("T")
 Tokenizer: TypeAlias = Any
 """A transformers tokenizer, whose methods are annotated too loosely to be of use."""
-_INLINE_CHARACTERS = 4000
-# Takes at most a few milliseconds to tokenise; the way to a thread and back is about 0.1 ms.
+_INLINE_S = 0.003
+# The way to a thread and back is about 0.1 ms; what holds the loop for longer than this holds it for everybody.
 _THREADS = 2
 # Tokenising is pure computation: more threads would take the cores from the event loop.
+_FEW = 64
+# Characters or tokens; for fewer than these, what is constant counts for more than their number.
 _SENTINEL = "asyncrl:turn"
 _ASK: Message = {"role": "user", "content": "a"}
 _TURN: Message = {"role": "assistant", "content": _SENTINEL}
@@ -66,9 +70,43 @@ class Renderer(Protocol):
         """The same messages, tool results of more than ``max_tokens`` without their middle."""
         ...
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Read a sampled turn. Never raises because of what the model wrote."""
         ...
+
+
+class _OffLoop:
+    """Computes on the event loop what will take less than ``_INLINE_S``, and in a thread what may take longer.
+
+    The time is in proportion to a size (characters, tokens), at the rate that was seen; the first goes to a thread.
+    """
+
+    def __init__(self, threads: anyio.CapacityLimiter) -> None:
+        self._threads = threads
+        self._seconds_per_unit: float | None = None
+
+    async def __call__(self, size: int, compute: Callable[[], T]) -> T:
+        """The result of ``compute``."""
+        rate = self._seconds_per_unit
+        if rate is not None and size * rate < _INLINE_S:
+            started = time.perf_counter()
+            result = compute()
+            self._learn(size, time.perf_counter() - started)
+            return result
+        result, seconds = await anyio.to_thread.run_sync(_timed, compute, limiter=self._threads, abandon_on_cancel=True)
+        self._learn(size, seconds)
+        return result
+
+    def _learn(self, size: int, seconds: float) -> None:
+        """Believe a slow one at once and a quick one by and by."""
+        seen, rate = seconds / max(size, _FEW), self._seconds_per_unit
+        self._seconds_per_unit = seen if rate is None or seen > rate else 0.9 * rate + 0.1 * seen
+
+
+def _timed(compute: Callable[[], T]) -> tuple[T, float]:
+    # The thread's own time: waiting for the interpreter is not the computation's.
+    started = time.thread_time()
+    return compute(), time.thread_time() - started
 
 
 class _TokenizingRenderer:
@@ -78,7 +116,9 @@ class _TokenizingRenderer:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.stop = tuple(stop)
-        self._threads = anyio.CapacityLimiter(_THREADS)
+        threads = anyio.CapacityLimiter(_THREADS)
+        self._writing = _OffLoop(threads)
+        self._reading = _OffLoop(threads)
 
     async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
         """See ``Renderer``."""
@@ -92,10 +132,7 @@ class _TokenizingRenderer:
         return await self._off_loop(messages, lambda: [shorten(message) for message in messages])
 
     async def _off_loop(self, messages: Sequence[Message], compute: Callable[[], T]) -> T:
-        """Run ``compute`` here if these messages are short, in a thread if they are long."""
-        if sum(len(message.get("content") or "") for message in messages) <= _INLINE_CHARACTERS:
-            return compute()
-        return await anyio.to_thread.run_sync(compute, limiter=self._threads, abandon_on_cancel=True)
+        return await self._writing(sum(len(message.get("content") or "") for message in messages), compute)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -135,9 +172,9 @@ class TextRenderer(_TokenizingRenderer):
         text = _joined(new)
         return _ids(await self._off_loop(new, lambda: self._encode(text)))
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """See ``Renderer``."""
-        return parse_hermes(self._text(turn_ids))
+        return await self._reading(len(turn_ids), lambda: parse_hermes(self._text(turn_ids)))
 
 
 class ChatRenderer(_TokenizingRenderer):
@@ -178,13 +215,17 @@ class ChatRenderer(_TokenizingRenderer):
         ended = len(turn_ids) > 0 and turn_ids[-1] == self._terminator
         return _ids(await self._off_loop(new, render))
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """See ``Renderer``. Uses the tokenizer's own response template if it has one."""
-        text = self._text(turn_ids)
-        if getattr(self.tokenizer, "response_template", None) is None:
-            return parse_hermes(text)
-        schemas = [tool.schema for tool in tools]
-        return parse_with_template(self.tokenizer, text, prefix=self._short_prompt, tools=schemas)
+
+        def read() -> ParsedTurn:
+            text = self._text(turn_ids)
+            if getattr(self.tokenizer, "response_template", None) is None:
+                return parse_hermes(text)
+            schemas = [tool.schema for tool in tools]
+            return parse_with_template(self.tokenizer, text, prefix=self._short_prompt, tools=schemas)
+
+        return await self._reading(len(turn_ids), read)
 
 
 def load_renderer(model_dir: Path, kind: Literal["chat", "text"] = "chat", *, stop: Sequence[str] = ()) -> Renderer:

@@ -1,7 +1,8 @@
-"""Tools: asynchronous functions that a model may call, described by their signature.
+"""Tools: functions that a model may call, described by their signature.
 
-A ``Tool`` promises that its function only ever sees arguments of the annotated types, that it ends within its deadline,
-and that it gives text. Which call is run when, and what the model reads when one fails, is the environment's business.
+A ``Tool`` promises that its function only ever sees arguments of the annotated types, that nobody waits for it beyond
+its deadline, that it does not hold the event loop if it is a plain function, and that it gives text. Which call is run
+when, and what the model reads when one fails, is the environment's business.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MethodType, NoneType, UnionType
 from typing import (
     Annotated,
@@ -25,11 +27,11 @@ from typing import (
 )
 
 from asyncrl.errors import ConfigError, EnvironmentFailure
-from asyncrl.rollout.calls import Deadline
+from asyncrl.rollout.calls import Deadline, in_thread
 
 __all__ = ["Tool", "elide", "tool"]
 
-ToolFunction: TypeAlias = Callable[..., Awaitable[str]]
+ToolFunction: TypeAlias = Callable[..., Awaitable[str]] | Callable[..., str]
 _TIMEOUT_S = 600.0
 _TYPES = "str, int, float, bool, None, Literal, list[T], dict[str, T], a union of these, or Annotated[T, 'description']"
 
@@ -48,6 +50,8 @@ class Tool:
     """Seconds that one call may take."""
     method: bool = False
     """True while the function still needs the environment as its ``self``."""
+    asynchronous: bool = True
+    """False for a plain function, which runs in a thread."""
     validator: Any = field(repr=False)
     """pydantic's ``TypeAdapter`` of the arguments object."""
 
@@ -63,7 +67,7 @@ class Tool:
             return self
         return replace(self, function=MethodType(self.function, env), method=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[str]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function as if it were not a tool."""
         return self.function(*args, **kwargs)
 
@@ -75,7 +79,9 @@ class Tool:
         """
         checked = self._checked(arguments)
         with Deadline(f"tool {self.name!r}", self.timeout):
-            result: object = await (self.function(env, **checked) if self.method else self.function(**checked))
+            call = partial(self.function, env, **checked) if self.method else partial(self.function, **checked)
+            outcome: Any = call() if self.asynchronous else in_thread(call)
+            result: object = await outcome
         if not isinstance(result, str):
             raise EnvironmentFailure(f"tool {self.name!r} returned {type(result).__name__}, but must return str")
         return result
@@ -99,7 +105,7 @@ def tool(*, timeout: float = _TIMEOUT_S) -> Callable[[ToolFunction], Tool]: ...
 def tool(
     function: ToolFunction | None = None, /, *, timeout: float = _TIMEOUT_S
 ) -> Tool | Callable[[ToolFunction], Tool]:
-    """Make an async function, or an async method of an ``Env``, a tool; ``timeout`` is in seconds for each call.
+    """Make a function, or a method of an ``Env``, a tool; ``timeout`` is in seconds for each call.
 
     Name, docstring and type hints become what the model is told::
 
@@ -107,7 +113,9 @@ def tool(
         async def search(query: Annotated[str, "what to look for"], limit: int = 10) -> str:
             '''Search the manual.'''
 
-    Raises ``ConfigError`` for a synchronous function, a type that JSON does not have, or a default of another type.
+    A plain function runs in a thread, which goes on after its deadline; what computes long, or may never end, is better
+    written with ``in_process`` below ``tool``. Raises ``ConfigError`` for a type that JSON does not have, or a default
+    of another type.
     """
     if function is None:
         return lambda decorated: _make(decorated, timeout)
@@ -116,11 +124,6 @@ def tool(
 
 def _make(function: ToolFunction, timeout: float) -> Tool:
     name = getattr(function, "__name__", repr(function))
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"tool {name!r} is synchronous, but must be an async function: all rollouts would wait while it runs. "
-            "Write `async def`, and move what blocks to a thread with anyio.to_thread.run_sync"
-        )
     if not timeout > 0:
         raise ConfigError.for_value(f"timeout of tool {name!r}", timeout, "a positive number of seconds")
     parameters = list(inspect.signature(function).parameters.values())
@@ -137,6 +140,7 @@ def _make(function: ToolFunction, timeout: float) -> Tool:
         function=function,
         timeout=timeout,
         method=method,
+        asynchronous=inspect.iscoroutinefunction(function),
         validator=validator,
     )
 

@@ -80,6 +80,7 @@ class RolloutContext:
     events: Events
     failures: FailureBudget
     environment_timeout_s: float = math.inf
+    trajectory_timeout_s: float = math.inf
     now: Callable[[], float] = anyio.current_time
     """The loop's time."""
     keeps_env_state: bool = False
@@ -103,6 +104,9 @@ async def converse(
         if traj.awaiting_reply:
             await _reply(traj, env, calls, context)
             continue
+        if traj.turn_tokens and context.budget.turn_complete(traj, traj.turn_cap):
+            await _read(traj, env, context)
+            continue
         wanted = context.budget.next_segment(traj, traj.turn_cap)
         if isinstance(wanted, TruncationCause):
             traj.truncated = wanted
@@ -111,7 +115,7 @@ async def converse(
         if segment is None:
             traj.truncated = TruncationCause.GROUP_DEADLINE
         else:
-            _extend(traj, env, segment, context)
+            _extend(traj, segment)
 
 
 async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
@@ -122,8 +126,8 @@ async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
 
 
-def _extend(traj: Trajectory, env: Env, segment: Segment, context: RolloutContext) -> None:
-    """Take note of a segment; if it completes the turn, read the message."""
+def _extend(traj: Trajectory, segment: Segment) -> None:
+    """Take note of a segment."""
     traj.append_segment(segment)
     if not len(segment.tokens):
         if segment.stop is StopReason.STOP:
@@ -133,12 +137,15 @@ def _extend(traj: Trajectory, env: Env, segment: Segment, context: RolloutContex
             raise ServerUnavailable(f"{_EMPTY_ABORTS} requests in a row were aborted without a token")
         return
     traj.empty_aborts = 0
-    if context.budget.turn_complete(traj, traj.turn_cap):
-        parsed = context.renderer.parse(traj.turn_ids(), env.tools)
-        traj.messages.append(parsed.message)
-        traj.tool_calls = list(parsed.tool_calls)
-        traj.turns += 1
-        traj.awaiting_reply = True
+
+
+async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    """The turn is complete: read the message."""
+    parsed = await context.renderer.parse(traj.turn_ids(), env.tools)
+    traj.messages.append(parsed.message)
+    traj.tool_calls = list(parsed.tool_calls)
+    traj.turns += 1
+    traj.awaiting_reply = True
 
 
 async def _sample(

@@ -126,7 +126,7 @@ class CountingRenderer:
         """The messages as they are: the script has them as the run shortened them."""
         return list(messages)
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Nothing was said."""
         return ParsedTurn(message={"role": "assistant", "content": ""}, tool_calls=())
 

@@ -68,7 +68,7 @@ class ByteRenderer:
         """The messages as they are."""
         return list(messages)
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """The bytes as text."""
         text = turn_ids[turn_ids != END].astype(np.uint8).tobytes().decode("latin-1")
         return ParsedTurn(message={"role": "assistant", "content": text}, tool_calls=())

@@ -116,9 +116,6 @@ async def test_a_missing_argument_is_refused() -> None:
 def test_what_cannot_be_a_tool_is_refused_when_it_is_declared() -> None:
     """Each refusal names the tool and the parameter."""
 
-    def blocking(x: int) -> str:
-        return ""
-
     async def variadic(*xs: int) -> str:
         return ""
 
@@ -141,7 +138,6 @@ def test_what_cannot_be_a_tool_is_refused_when_it_is_declared() -> None:
         return 1
 
     refusals: dict[Any, str] = {
-        blocking: "tool 'blocking' is synchronous, but must be an async function",
         variadic: "parameter 'xs' of tool 'variadic' is variadic",
         keywords: "parameter 'xs' of tool 'keywords' is variadic",
         untyped: "type of parameter 'x' of tool 'untyped' is None",

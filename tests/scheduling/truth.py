@@ -52,7 +52,7 @@ class Dispatch:
 class NumberRenderer(ByteRenderer):
     """Does not try to read the sampled numbers as text."""
 
-    def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         return ParsedTurn(message={"role": "assistant", "content": ""}, tool_calls=())
 
 
