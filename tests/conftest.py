@@ -1,4 +1,7 @@
-"""Async tests run on asyncio; those marked ``virtual_clock`` run on the virtual clock instead."""
+"""Async tests run on asyncio; those marked ``virtual_clock`` run on the virtual clock instead.
+
+Those marked ``sglang`` are run by ``pytest -m sglang`` only, after ``asyncrl install-sglang``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,23 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 from blockbuster import blockbuster_ctx
 
+from asyncrl.machine import has_module
+from asyncrl.sampling.install import installed_python
 from asyncrl.testing.clock import VirtualClock
+from tests.tinymodels import reference, tiny_adapter, tiny_model
+
+__all__ = ["reference", "tiny_adapter", "tiny_model"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``sglang`` are run when they are asked for: their server takes half a minute to start."""
+    marked = [item for item in items if item.get_closest_marker("sglang")]
+    if "sglang" not in config.option.markexpr:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a real SGLang server: `pytest -m sglang`"))
+    elif marked and not (installed_python() or has_module("sglang")):
+        raise pytest.UsageError("SGLang is not installed: run `asyncrl install-sglang` first")
 
 
 def pytest_asyncio_loop_factories(

@@ -1,0 +1,89 @@
+"""One real SGLang server for all tests in this folder: each start costs half a minute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import pytest
+
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.sampling.sglangcommand import SGLangOptions
+from asyncrl.sampling.sglangserver import SGLangServer
+
+LORA_RANK = 16
+MAX_RUNNING_REQUESTS = 8
+CONTEXT_LENGTH = 512
+MAX_TOTAL_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealServer:
+    """A server that runs, and what it was started with."""
+
+    url: str
+    model: Path
+    log: Path
+    lora_rank: int = LORA_RANK
+    max_running_requests: int = MAX_RUNNING_REQUESTS
+    context_length: int = CONTEXT_LENGTH
+    max_total_tokens: int = MAX_TOTAL_TOKENS
+
+
+@contextmanager
+def held_open(server: SGLangServer) -> Iterator[str]:
+    """``server`` in a thread with a loop of its own, for fixtures that outlive the loops of the tests."""
+    started = threading.Event()
+    failures: list[BaseException] = []
+    stop: list[Callable[[], None]] = []
+
+    async def hold() -> None:
+        over = anyio.Event()
+        token = anyio.lowlevel.current_token()
+        stop.append(lambda: anyio.from_thread.run_sync(over.set, token=token))
+        async with server:
+            started.set()
+            await over.wait()
+
+    def run() -> None:
+        try:
+            anyio.run(hold)
+        except BaseException as error:  # noqa: BLE001  handed to the thread that waits
+            failures.append(error)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run, name="sglang-server")
+    thread.start()
+    started.wait()
+    try:
+        if failures:
+            raise failures[0]
+        yield server.url
+    finally:
+        if not failures:
+            stop[0]()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A real SGLang server with the tiny Qwen3 and adapters up to rank 16."""
+    model = tiny_model("qwen3")
+    options = SGLangOptions(
+        model=model,
+        device="cpu",
+        lora=LoraConfig(r=LORA_RANK),
+        context_length=CONTEXT_LENGTH,
+        max_running_requests=MAX_RUNNING_REQUESTS,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+    )
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    with held_open(SGLangServer(options, log=log)) as url:
+        yield RealServer(url=url, model=model, log=log)
