@@ -23,10 +23,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.iteration import Consumer, iterate
 from asyncrl.policy import OpenPolicy, Policy
+from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
-from asyncrl.rollout.group import FailedGroup, GroupPlan, run_group
+from asyncrl.rollout.group import run_group
+from asyncrl.rollout.groupplan import FailedGroup, GroupPlan
 from asyncrl.rollout.renderer import Renderer, load_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.base import Sampler
@@ -69,6 +71,11 @@ class EngineSession:
     def settings(self) -> SamplingSettings:
         """The sampling distribution."""
         return self._context.settings
+
+    @property
+    def activities(self) -> Activities:
+        """What each member is doing, those of evaluations included."""
+        return self._context.activities
 
     @property
     def requests_in_flight(self) -> int:
@@ -214,6 +221,7 @@ class RolloutEngine:
                 release=policy.publisher.release,
                 events=events,
                 failures=FailureBudget(self.failures),
+                activities=Activities(),
                 environment_timeout_s=self._environment_timeout_s,
                 trajectory_timeout_s=self._trajectory_timeout_s,
                 now=asyncio.get_running_loop().time,

@@ -42,7 +42,8 @@ from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
 from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import MetricsRecorder
-from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, possible_losses
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, check_versions, possible_losses
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import Ledger
@@ -136,6 +137,8 @@ class AsyncTrainer:
 
         async def produce(consumer: Consumer[Step]) -> None:
             async with self.engine.opened(self.events) as session:
+                kept = session.policy.publisher.pins_versions
+                check_versions(self._plan, kept=kept, settings=session.settings)
                 training = _Training(self._plan, session, self.engine, rows, steps, self.evaluator)
                 await training.run(consumer)
 
@@ -178,13 +181,15 @@ class _Training:
         )
         self.recorder = MetricsRecorder(started=anyio.current_time())
         self.ledger = Ledger()
-        self.lag = LoopLag()
+        self.lag = LoopLag(self.events)
+        self.watchdog = Watchdog(self.events, session.activities)
         self.rollout_keys: dict[str, float] = {}
 
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
         self._warn()
-        unsubscribe = [self.events.subscribe(observer) for observer in (self.ledger.observe, self.recorder.observe)]
+        observers = (self.ledger.observe, self.recorder.observe, self.watchdog.observe)
+        unsubscribe = [self.events.subscribe(observer) for observer in observers]
         # As many versions may wait for publication as the bound allows the trainer to be ahead.
         staged, versions = anyio.create_memory_object_stream[int](max(1, self.plan.max_staleness))
         try:
@@ -193,6 +198,7 @@ class _Training:
                     tasks.start_soon(self._publish, versions)
                     tasks.start_soon(self._admit)
                     tasks.start_soon(self.lag.run)
+                    tasks.start_soon(self.watchdog.run)
                     await self._evaluate(0)
                     for n in range(1, self.steps + 1):
                         await consumer.wanted()

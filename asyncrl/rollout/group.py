@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import anyio
 
@@ -28,74 +27,25 @@ from asyncrl.errors import (
 )
 from asyncrl.events import (
     DeadlinePassed,
-    GroupDropped,
     GroupFinished,
     GroupRerolled,
     MemberDiscarded,
     MemberFailed,
+    Notice,
 )
 from asyncrl.rollout.calls import Deadline, UserCalls, call_user
 from asyncrl.rollout.env import Env, EnvFactory
+from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, error_text
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
-from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.scheduling.slots import OrderedSlots
-from asyncrl.types import DropReason, Group, Row, Trajectory, TruncationCause
+from asyncrl.types import DropReason, Group, Trajectory, TruncationCause
 
-__all__ = ["FailedGroup", "GroupPlan", "run_group"]
+__all__ = ["run_group"]
 
 _NONE: AbstractContextManager[None] = nullcontext()
 _CLOSE_S = 10.0
 # close() runs even when the run is being cancelled, but must not keep it from ending.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """What to run: ``size`` trajectories of ``row``; ``index`` is the admission order, and the priority."""
-
-    index: int
-    row: Row
-    size: int
-    seed: int
-    prefix: str = ""
-    """Sets apart the trajectory ids of an evaluation."""
-    completion: GroupCompletion = field(default_factory=GroupCompletion)
-
-    def member(self, member: int, attempt: int = 1) -> Trajectory:
-        """A fresh trajectory for that place in the group. Seeds never repeat within a group.
-
-        Another attempt draws anew: what the model wrote may be what the machinery could not bear.
-        """
-        return Trajectory(
-            id=f"{self.prefix}{self.index:06d}-{member:03d}",
-            group=self.index,
-            member=member,
-            row=self.row,
-            seed=(self.seed + self.index * 1_000_003 + member + (attempt - 1) * 15_485_863) % 2**31,
-            attempt=attempt,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FailedGroup:
-    """A group that was given up: no member of it will be trained."""
-
-    index: int
-    row: Row
-    error: BaseException
-    """Why: of the member that failed for good, or of the first one if all failed."""
-    generated_tokens: int
-    """Of members that did not fail themselves."""
-
-    def event(self) -> GroupDropped:
-        """To emit once the group's slot is free."""
-        return GroupDropped(
-            time=anyio.current_time(),
-            group=self.index,
-            reason=DropReason.FAILED,
-            error=_text(self.error),
-            generated_tokens=self.generated_tokens,
-        )
 
 
 async def run_group(
@@ -135,7 +85,7 @@ async def run_group(
             GroupRerolled(
                 time=anyio.current_time(),
                 group=plan.index,
-                error=_text(group.error),
+                error=error_text(group.error),
                 generated_tokens=group.generated_tokens,
             )
         )
@@ -271,15 +221,32 @@ class _GroupRun:
             self._tasks.cancel_scope.cancel()
 
     async def _attempt(self, traj: Trajectory) -> None:
+        activities, now = self._context.activities, self._context.now
         env = self._factory.create()
+        activities.begin(traj, now())
         try:
             with UserCalls(self._context.environment_timeout_s) as calls, self._deadline(traj):
                 await self._play(traj, env, calls)
         finally:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
-                with anyio.move_on_after(_CLOSE_S, shield=True):
-                    await call_user(env.close)
+                activities.now(traj, "close", now())
+                await self._close(traj, env)
+            activities.end(traj, now())
+
+    async def _close(self, traj: Trajectory, env: Env) -> None:
+        """What goes wrong in ``close`` changes nothing about the trajectory, nor about why it ends; it is told."""
+        error = f"close() ran past its deadline of {_CLOSE_S} s"
+        with anyio.move_on_after(_CLOSE_S, shield=True):
+            try:
+                await call_user(env.close)
+            except Exception as raised:  # noqa: BLE001  user code may raise anything
+                error = error_text(raised)
+            else:
+                return
+        keys = {"trajectory": traj.id, "environment": type(env).__name__, "error": error}
+        now = self._context.now()
+        self._context.events.emit(Notice(time=now, name="environment_not_closed", level="warning", keys=keys))
 
     def _deadline(self, traj: Trajectory) -> AbstractContextManager[None]:
         seconds = self._context.trajectory_timeout_s
@@ -409,11 +376,7 @@ class _GroupRun:
                 group=traj.group,
                 member=traj.member,
                 attempt=traj.attempt,
-                error=_text(traj.error),
+                error=error_text(traj.error),
                 generated_tokens=traj.generated_tokens,
             )
         )
-
-
-def _text(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ import orjson
 from asyncrl.errors import ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
 from asyncrl.publishing.base import Address
+from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.env import Env, TurnResult
@@ -79,6 +80,7 @@ class RolloutContext:
     release: Callable[[int], None]
     events: Events
     failures: FailureBudget
+    activities: Activities
     environment_timeout_s: float = math.inf
     trajectory_timeout_s: float = math.inf
     now: Callable[[], float] = anyio.current_time
@@ -153,7 +155,9 @@ async def _sample(
 ) -> Segment | None:
     """Ask for ``wanted`` tokens, or what is allowed of them; None if nothing is."""
     queued = context.now()
-    await context.requests.acquire((traj.group, traj.member))
+    if not context.requests.acquire_nowait():
+        context.activities.now(traj, "queue", queued)
+        await context.requests.acquire((traj.group, traj.member))
     try:
         # From here to the request's departure there is no await: the stamp is the version at dispatch.
         allowed = allow(traj, wanted)
@@ -166,6 +170,7 @@ async def _sample(
             context.on_birth(traj.group, version)
             address = context.address(version, placed.anchor)
             dispatched = context.now()
+            context.activities.now(traj, "sampling", dispatched)
             segment = await context.sampler.sample(
                 SegmentRequest(
                     trajectory_id=traj.id,
@@ -189,6 +194,7 @@ async def _sample(
     finally:
         context.requests.release()
     now = context.now()
+    context.activities.served(traj, segment.server)
     traj.add_seconds("queue", dispatched - queued)
     traj.add_seconds("sampling", now - dispatched)
     context.events.emit(
@@ -260,6 +266,7 @@ async def go_on(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutCo
 async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
     """Ask the environment for its answer to the turn, and take note of it."""
     started = context.now()
+    context.activities.now(traj, "reply", started)
     errors, tool_seconds = (traj.metrics.get(key, 0.0) for key in ("tool_errors", "tool_seconds"))
     answer = await calls(env.on_turn, traj)
     result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
@@ -296,6 +303,7 @@ async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
 async def grade(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
     """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is not finite."""
     started = context.now()
+    context.activities.now(traj, "reward", started)
     if traj.truncated is None:
         value = await calls(env.reward, traj, traj.row)
     else:

@@ -10,7 +10,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.events import DeadlinePassed, Event, Events, GroupFinished, MemberDiscarded
-from asyncrl.rollout.group import FailedGroup
+from asyncrl.rollout.groupplan import FailedGroup
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedSampler, run_virtual, scripted_policy
 from asyncrl.types import DropReason, Group, Message, Row, Trajectory, TruncationCause

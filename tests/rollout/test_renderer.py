@@ -275,7 +275,7 @@ async def test_a_tokenizer_that_computes_long_never_holds_the_loop(
     recorder = Burning(make_tokenizer("chatml"))
     renderer = make(recorder)
     recorder.threads.clear()
-    recorder.burn_s = 0.02 if slow else 0.0
+    recorder.burn_s = 0.005 if slow else 0.0
     messages: list[Message] = [{"role": "tool", "content": "x" * 100}]
     await renderer.prompt(messages, ())
     assert threading.get_ident() not in recorder.threads

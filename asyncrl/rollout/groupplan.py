@@ -1,0 +1,67 @@
+"""Groups as values: what is to be rolled out, and what is left of a group that failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from asyncrl.events import GroupDropped
+from asyncrl.scheduling.rules import GroupCompletion
+from asyncrl.types import DropReason, Row, Trajectory
+
+__all__ = ["FailedGroup", "GroupPlan", "error_text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """What to run: ``size`` trajectories of ``row``; ``index`` is the admission order, and the priority."""
+
+    index: int
+    row: Row
+    size: int
+    seed: int
+    prefix: str = ""
+    """Sets apart the trajectory ids of an evaluation."""
+    completion: GroupCompletion = field(default_factory=GroupCompletion)
+
+    def member(self, member: int, attempt: int = 1) -> Trajectory:
+        """A fresh trajectory for that place in the group. Seeds never repeat within a group.
+
+        Another attempt draws anew: what the model wrote may be what the machinery could not bear.
+        """
+        return Trajectory(
+            id=f"{self.prefix}{self.index:06d}-{member:03d}",
+            group=self.index,
+            member=member,
+            row=self.row,
+            seed=(self.seed + self.index * 1_000_003 + member + (attempt - 1) * 15_485_863) % 2**31,
+            attempt=attempt,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FailedGroup:
+    """A group that was given up: no member of it will be trained."""
+
+    index: int
+    row: Row
+    error: BaseException
+    """Why: of the member that failed for good, or of the first one if all failed."""
+    generated_tokens: int
+    """Of members that did not fail themselves."""
+
+    def event(self) -> GroupDropped:
+        """To emit once the group's slot is free."""
+        return GroupDropped(
+            time=anyio.current_time(),
+            group=self.index,
+            reason=DropReason.FAILED,
+            error=error_text(self.error),
+            generated_tokens=self.generated_tokens,
+        )
+
+
+def error_text(error: BaseException | None) -> str:
+    """Its kind and what it says."""
+    return f"{type(error).__name__}: {error}"
