@@ -38,14 +38,14 @@ LLAMA3_ROPE = {
 }
 
 
-def _config(family: str) -> Any:
+def _config(family: str, **sizes: int) -> Any:
     import transformers
 
     if family == "llama":
-        return transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)
+        return transformers.LlamaConfig(**SIZES | sizes, rope_parameters=LLAMA3_ROPE)
     if family == "qwen2":
-        return transformers.Qwen2Config(**SIZES | {"tie_word_embeddings": True})
-    return transformers.Qwen3Config(**SIZES, head_dim=16)
+        return transformers.Qwen2Config(**SIZES | {"tie_word_embeddings": True} | sizes)
+    return transformers.Qwen3Config(**SIZES | sizes, head_dim=16)
 
 
 def _write_tokenizer(path: Path) -> None:
@@ -62,14 +62,17 @@ def _write_tokenizer(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a random model: ``tiny_model("qwen3", seed=1)``. Its logits differ by several units."""
+    """The folder of a random model: ``tiny_model("qwen3", seed=1)``. Its logits differ by several units.
+
+    Further options replace sizes of its configuration.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     @cache
-    def make(family: str = "qwen3", seed: int = 0) -> Path:
+    def make(family: str = "qwen3", seed: int = 0, **sizes: int) -> Path:
         path = tmp_path_factory.mktemp(f"{family}-{seed}")
-        model: Any = AutoModelForCausalLM.from_config(_config(family))
+        model: Any = AutoModelForCausalLM.from_config(_config(family, **sizes))
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.25
