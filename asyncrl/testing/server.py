@@ -1,36 +1,33 @@
 """A scripted SGLang server: the wire format without a model, for tests of everything that talks to one.
 
 ``ScriptedServer`` is an ASGI app. ``network({url: server})`` reaches it in-process, uvicorn serves it over sockets. Its
-"model" is the number theta of the adapter or of the base weights (see ``asyncrl.testing.theta``).
+"model" is the number theta of the adapter or of the base weights (see ``asyncrl.testing.theta``). This file has what is
+for tests alone: what goes wrong, and what happened; SGLang's rules are in ``scriptedengine``.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import anyio
 import httpx
 import orjson
 
+from asyncrl.sampling.wireserver import GenerateRequest, WireError, parse_body, parse_generate
 from asyncrl.scheduling.pulse import Pulse
-from asyncrl.testing.theta import holds_theta, read_theta, theta_logprobs
+from asyncrl.testing.scriptedengine import ScriptedEngine, ScriptedLimits
+from asyncrl.testing.scriptedroutes import ScriptedRoutes
 
-__all__ = ["Fault", "GenerateCall", "ScriptedServer", "network"]
+__all__ = ["Fault", "GenerateCall", "ScriptedLimits", "ScriptedServer", "network"]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_SAMPLING_KEYS = {
-    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "sampling_seed"),
-    *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"),
-}
-# Those that a trainer may send; the real server knows a few more, and refuses any other.
+_JSON, _TEXT = b"application/json", b"text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,39 +60,16 @@ class Fault:
     """Change the reply before it is sent."""
 
 
-class _Refused(Exception):
-    """A 400 with this body."""
-
-    def __init__(self, body: Mapping[str, object]) -> None:
-        super().__init__(body)
-        self.body = body
-
-
 class _Cut(Exception):
     """The connection breaks."""
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """A request that is being answered."""
-
-    ended: anyio.Event = field(default_factory=anyio.Event)
-    aborted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    """The weights that answer."""
-
-    label: str
-    theta: float
 
 
 class ScriptedServer:
     """One server. Its public attributes are what happened; its methods make things happen.
 
-    ``tokens(call)``: what is sampled, cut to ``max_new_tokens``; a last token in ``stop_token_ids`` counts as the stop.
-    ``seconds(call)``: how long that takes on the loop's clock. ``ignores_adapters``: answer with the base weights.
+    ``tokens(call)``: what is sampled, cut to ``max_new_tokens``; one that is a stop token ends it. None: drawn from the
+    model. ``seconds(call)``: how long that takes on the loop's clock. ``eos``: ids that end requests too.
+    ``ignores_adapters``: answer with the base weights. ``limits``: sizes; there are none by default.
     """
 
     def __init__(
@@ -103,18 +77,21 @@ class ScriptedServer:
         *,
         tokens: Callable[[GenerateCall], Sequence[int]] | None = None,
         seconds: Callable[[GenerateCall], float] = lambda call: 0.0,
-        vocab_size: int = 256,
+        eos: Sequence[int] = (),
         ignores_adapters: bool = False,
+        limits: ScriptedLimits | None = None,
     ) -> None:
-        self._tokens = tokens or self._default_tokens
+        self._tokens = tokens
         self._seconds = seconds
-        self._vocab_size = vocab_size
-        self._ignores_adapters = ignores_adapters
-        self._faults: dict[str, deque[Fault]] = {}
-        self._running: dict[str, _Run] = {}
-        self._known: dict[str, Path] = {}
-        self._users: Counter[str] = Counter()
         self._changed = Pulse()
+        self._engine = ScriptedEngine(
+            limits=limits or ScriptedLimits(),
+            eos=frozenset(eos),
+            ignores_adapters=ignores_adapters,
+            changed=self._changed,
+        )
+        self._routes = ScriptedRoutes(self._engine)
+        self._faults: dict[str, deque[Fault]] = {}
         self._releases = 0
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
         """Route and body of every call."""
@@ -125,22 +102,53 @@ class ScriptedServer:
         self.probes: list[GenerateCall] = []
         self.aborted: list[str] = []
         """Every rid that somebody asked to abort."""
-        self.reloaded: list[str] = []
-        """Adapters that came back because a late request named them after they were unloaded."""
         self.peak_in_flight = 0
-        self.adapters: dict[str, Path] = {}
-        self.weight_version = "default"
-        self.base_theta = 0.0
-        self.paused: str | None = None
-        self.limits: dict[str, int] = {}
-        """Sizes that ``/server_info`` tells, such as ``max_req_input_len``."""
+        self.limits: dict[str, int] = self._routes.limits
+        """More sizes that ``/server_info`` tells, such as ``max_req_input_len``."""
         self.down = False
         """In-process only: refuse connections."""
 
     @property
     def in_flight(self) -> int:
         """Requests that are being answered."""
-        return len(self._running)
+        return self._engine.in_flight
+
+    @property
+    def adapters(self) -> Mapping[str, Path]:
+        """The loaded adapters."""
+        return self._engine.adapters.paths
+
+    @adapters.setter
+    def adapters(self, paths: Mapping[str, Path]) -> None:
+        self._engine.adapters.hold(paths)
+
+    @property
+    def reloaded(self) -> Sequence[str]:
+        """Adapters that came back because a late request named them after they were unloaded."""
+        return self._engine.adapters.reloaded
+
+    @property
+    def paused(self) -> str | None:
+        """The mode of the pause, None if there is none."""
+        return self._engine.paused
+
+    @property
+    def weight_version(self) -> str:
+        """The label of the base weights."""
+        return self._engine.label
+
+    @weight_version.setter
+    def weight_version(self, label: str) -> None:
+        self._engine.relabel(label)
+
+    @property
+    def base_theta(self) -> float:
+        """The base weights."""
+        return self._engine.theta
+
+    @base_theta.setter
+    def base_theta(self, theta: float) -> None:
+        self._engine.theta = theta
 
     def fault(self, route: str, *faults: Fault) -> None:
         """The next calls of ``route`` meet these, one each."""
@@ -149,15 +157,12 @@ class ScriptedServer:
     def release(self) -> None:
         """Let every call go on that is held."""
         self._releases += 1
-        for run in self._running.values():
-            run.ended.set()
+        self._engine.release()
         self._changed.notify()
 
     def restart(self) -> None:
         """Come back as a new process: nothing is loaded."""
-        self.adapters.clear()
-        self._known.clear()
-        self.weight_version, self.base_theta, self.paused = "default", 0.0, None
+        self._engine.forget()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, about this server, holds."""
@@ -166,26 +171,32 @@ class ScriptedServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
         assert scope["type"] == "http", "serve this app with lifespan='off'"
-        route = scope["path"]
-        body = orjson.loads(await _read(receive) or b"{}")
+        method, route = scope["method"], scope["path"]
+        content = await _read(receive)
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.calls.append((route, body))
         self.authorizations[route] = headers.get("authorization", "")
         queue = self._faults.get(route)
         fault = queue.popleft() if queue else Fault()
-        self._changed.notify()
         try:
-            status, content = await self._answer(route, body, fault)
+            status, reply = await self._answer(method, route, content, fault)
         except _Cut:
-            await _start(send, 200, length=1)
+            await _start(send, 200, kind=_JSON, length=1)
             # In-process the client's transport hands this through; over a socket the server closes the connection.
             raise httpx.ReadError("scripted: the connection was cut") from None
         finally:
             self._changed.notify()
-        await _start(send, status, length=len(content))
-        await send({"type": "http.response.body", "body": content})
+        kind = _TEXT if isinstance(reply, str) else _JSON
+        answer = reply if isinstance(reply, bytes) else reply.encode() if kind is _TEXT else orjson.dumps(reply)
+        await _start(send, status, kind=kind, length=len(answer))
+        await send({"type": "http.response.body", "body": answer})
 
-    async def _answer(self, route: str, body: Mapping[str, Any], fault: Fault) -> tuple[int, bytes]:
+    async def _answer(self, method: str, route: str, content: bytes, fault: Fault) -> tuple[int, Any]:
+        try:
+            body = parse_body(content)
+        except WireError as error:
+            return error.status, error.body
+        self.calls.append((route, body))
+        self._changed.notify()
         if fault.drop:
             raise _Cut
         if fault.status is not None:
@@ -193,168 +204,39 @@ class ScriptedServer:
         if fault.hold and route != "/generate":
             seen = self._releases
             await self._changed.wait_until(lambda: self._releases > seen)
+        status, reply = 200, {"success": True}
         try:
-            reply = {"success": True} if fault.ignore else await self._handle(route, body, hold=fault.hold)
-        except _Refused as refusal:
-            return 400, orjson.dumps(refusal.body)
-        if fault.edit is not None:
+            if not fault.ignore:
+                status, reply = await self._handle(method, route, body, content, fault)
+        except WireError as error:
+            status, reply = error.status, dict(error.body)
+        if fault.edit is not None and status == 200:
             fault.edit(reply)
-        if fault.lose:
+        if fault.lose and status == 200:
             raise _Cut
-        return 200, orjson.dumps(reply)
+        return status, reply
 
-    async def _handle(self, route: str, body: Mapping[str, Any], *, hold: bool) -> dict[str, Any]:
+    async def _handle(
+        self, method: str, route: str, body: Mapping[str, Any], content: bytes, fault: Fault
+    ) -> tuple[int, Any]:
         if route == "/generate":
-            return await self._generate(body, hold=hold)
-        if route == "/unload_lora_adapter":
-            return await self._unload(body["lora_name"])
-        handlers: dict[str, Callable[[], dict[str, Any]]] = {
-            "/model_info": lambda: {"model_path": "scripted", "weight_version": self.weight_version},
-            "/server_info": lambda: {"version": "scripted", **self.limits},
-            "/v1/loads": lambda: {"loads": [{"num_running_reqs": len(self._running), "num_waiting_reqs": 0}]},
-            "/v1/models": self._models,
-            "/load_lora_adapter": lambda: self._load(body["lora_name"], Path(body["lora_path"])),
-            "/update_weights_from_disk": lambda: self._update(Path(body["model_path"]), body["weight_version"]),
-            "/pause_generation": lambda: self._pause(body["mode"]),
-            "/continue_generation": self._continue,
-            "/flush_cache": self._flush,
-            "/abort_request": lambda: self._abort(body["rid"]),
-        }
-        return handlers[route]()
+            return 200, await self._generate(body, parse_generate(content), held=fault.hold)
+        if route == "/abort_request" and isinstance(body.get("rid"), str):
+            self.aborted.append(body["rid"])
+        return await self._routes.answer(method, route, body)
 
-    async def _generate(self, body: Mapping[str, Any], *, hold: bool) -> dict[str, Any]:
-        call = self._parse(body)
-        scored = "logprob_start_len" in body
-        (self.probes if scored else self.generated).append(call)
-        self._changed.notify()
-        run = self._running[call.rid] = _Run()
-        adapter = call.lora_path or ""
-        self._users[adapter] += 1
-        self.peak_in_flight = max(self.peak_in_flight, len(self._running))
-        try:
-            await self._changed.wait_until(lambda: self.paused is None)
-            before = self._state(call.lora_path)
-            with anyio.move_on_after(math.inf if hold else self._seconds(call)):
-                await run.ended.wait()
-            await self._changed.wait_until(lambda: self.paused is None or run.aborted)
-        finally:
-            del self._running[call.rid]
-            self._users[adapter] -= 1
-        reply = self._reply(call, before, aborted=run.aborted)
-        if scored:
-            start = body["logprob_start_len"]
-            triples = _triples(call.input_ids[start:], before.theta)
-            reply["meta_info"]["input_token_logprobs"] = [[None, call.input_ids[start], None], *triples[1:]]
-        return reply
-
-    def _parse(self, body: Mapping[str, Any]) -> GenerateCall:
-        unknown = set(body["sampling_params"]) - _SAMPLING_KEYS
-        if unknown:
-            raise _Refused({"error": f"unknown field `{min(unknown)}`, expected one of .."})
-        if body["rid"] in self._running:
-            raise _Refused({"error": {"message": f"Duplicate request ID detected: {body['rid']}"}})
-        return GenerateCall(
-            rid=body["rid"],
-            input_ids=tuple(body["input_ids"]),
-            sampling_params=body["sampling_params"],
-            lora_path=body.get("lora_path"),
+    async def _generate(self, body: Mapping[str, Any], wire: GenerateRequest, *, held: bool) -> dict[str, Any]:
+        call = GenerateCall(
+            rid=wire.rid,
+            input_ids=tuple(wire.input_ids),
+            sampling_params=body.get("sampling_params") or {},
+            lora_path=wire.lora_path,
             extra_key=body.get("extra_key"),
         )
-
-    def _state(self, adapter: str | None) -> _State:
-        if adapter is None:
-            return _State(label=self.weight_version, theta=self.base_theta)
-        if adapter not in self.adapters:
-            if adapter not in self._known:
-                raise _Refused({"error": {"message": f"Got LoRA adapter that has never been loaded: {adapter}"}})
-            self.adapters[adapter] = self._known[adapter]
-            self.reloaded.append(adapter)
-        theta = self.base_theta if self._ignores_adapters else read_theta(self.adapters[adapter])
-        return _State(label=self.weight_version, theta=theta)
-
-    def _reply(self, call: GenerateCall, before: _State, *, aborted: bool) -> dict[str, Any]:
-        ids = list(self._tokens(call))[: call.sampling_params["max_new_tokens"]]
-        ids = ids[: len(ids) // 2] if aborted else ids
-        stopped = bool(ids) and ids[-1] in (call.sampling_params.get("stop_token_ids") or ())
-        finish: dict[str, Any] = (
-            {"type": "stop", "matched": ids[-1]} if stopped else {"type": "length", "length": len(ids)}
-        )
-        if aborted:
-            finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        # An update in between falls in the middle; an adapter stays what it was when the request began.
-        middle = len(ids) if before.label == self.weight_version else len(ids) // 2
-        after = before.theta if call.lora_path else self.base_theta
-        spans = [(before.label, 0, middle), (self.weight_version, middle, len(ids))]
-        return {
-            "text": "",
-            "output_ids": ids,
-            "meta_info": {
-                "id": call.rid,
-                "finish_reason": finish,
-                "prompt_tokens": len(call.input_ids),
-                "completion_tokens": len(ids),
-                "cached_tokens": 0,
-                "weight_version": self.weight_version,
-                "weight_versions": [{"version": label, "start": a, "end": b} for label, a, b in spans if a < b],
-                "input_token_logprobs": [],
-                "output_token_logprobs": _triples(ids[:middle], before.theta) + _triples(ids[middle:], after),
-                "output_token_logprobs_length": len(ids),
-            },
-        }
-
-    def _default_tokens(self, call: GenerateCall) -> list[int]:
-        wanted = call.sampling_params["max_new_tokens"]
-        return [(sum(call.input_ids) + 31 * i) % self._vocab_size for i in range(wanted)]
-
-    def _models(self) -> dict[str, Any]:
-        adapters = [{"id": name, "root": str(path), "parent": "scripted"} for name, path in self.adapters.items()]
-        return {"data": [{"id": "scripted", "root": "scripted", "parent": None}, *adapters]}
-
-    def _load(self, name: str, path: Path) -> dict[str, Any]:
-        if name in self.adapters:
-            raise _lora_refusal(f"Failed to load LoRA adapter {name} because it is already loaded")
-        if not holds_theta(path):
-            raise _lora_refusal(f"Failed to load LoRA adapter {name} from {path}")
-        self.adapters[name] = self._known[name] = path
-        return {"success": True, "error_message": "", "loaded_adapters": {}}
-
-    async def _unload(self, name: str) -> dict[str, Any]:
-        if self.adapters.pop(name, None) is None:
-            raise _lora_refusal(f"LoRA adapter {name} is not loaded")
-        await self._changed.wait_until(lambda: self._users[name] == 0)
-        return {"success": True, "error_message": "", "loaded_adapters": {}}
-
-    def _update(self, path: Path, label: str) -> dict[str, Any]:
-        if not holds_theta(path):
-            raise _Refused({"success": False, "message": f"Failed to get weights iterator: {path}"})
-        self.base_theta, self.weight_version = read_theta(path), label
-        return {"success": True, "message": f"Weight version updated to {label}.", "num_paused_requests": 0}
-
-    def _pause(self, mode: str) -> dict[str, Any]:
-        self.paused = mode
-        if mode == "abort":
-            for rid in list(self._running):
-                self._end(rid)
-        return {"message": "Generation paused successfully.", "status": "ok"}
-
-    def _continue(self) -> dict[str, Any]:
-        self.paused = None
-        return {"message": "Generation continued successfully.", "status": "ok"}
-
-    def _flush(self) -> dict[str, Any]:
-        if self._running and self.paused in (None, "in_place"):
-            raise _Refused({"error": {"message": "Flush cache failed."}})
-        return {}
-
-    def _abort(self, rid: str) -> dict[str, Any]:
-        self.aborted.append(rid)
-        self._end(rid)
-        return {}
-
-    def _end(self, rid: str) -> None:
-        if rid in self._running:
-            self._running[rid].aborted = True
-            self._running[rid].ended.set()
+        (self.probes if "logprob_start_len" in body else self.generated).append(call)
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight + 1)
+        script = None if self._tokens is None else self._tokens(call)
+        return await self._engine.generate(wire, script, seconds=self._seconds(call), held=held)
 
 
 class _Network(httpx.AsyncBaseTransport):
@@ -383,15 +265,6 @@ async def _read(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-async def _start(send: Send, status: int, *, length: int) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+async def _start(send: Send, status: int, *, kind: bytes, length: int) -> None:
+    headers = [(b"content-type", kind), (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-def _triples(tokens: Sequence[int], theta: float) -> list[list[Any]]:
-    logprobs = theta_logprobs(tokens, theta).tolist()
-    return [[logprob, int(token), None] for logprob, token in zip(logprobs, tokens, strict=True)]
-
-
-def _lora_refusal(message: str) -> _Refused:
-    return _Refused({"success": False, "error_message": message, "loaded_adapters": {}})

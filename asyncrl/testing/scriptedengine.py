@@ -1,0 +1,359 @@
+"""What a scripted SGLang server is made of behind its routes: requests, weights, adapters, pauses and a prefix cache.
+
+It follows SGLang 0.5.23's rules, of which ``tests/conformance`` holds it to those that matter to a trainer. Tokens
+appear at an even pace on the loop's clock, and only when somebody looks, so that a request costs no task and no timer
+for each of them. Nothing that it is sent is ever unpickled: theta is the name of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from asyncrl.sampling.wireserver import (
+    ABORTED,
+    ABORTED_WAITING,
+    GenerateRequest,
+    allowed_new_tokens,
+    bad_value,
+    generate_reply,
+    update_error,
+)
+from asyncrl.scheduling.pulse import Pulse
+from asyncrl.testing.scriptedadapters import ScriptedAdapters
+from asyncrl.testing.scriptedrun import PrefixMemory, Run
+from asyncrl.testing.theta import VOCABULARY, find_theta, holds_theta, read_theta
+
+__all__ = ["ScriptedEngine", "ScriptedLimits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedLimits:
+    """Sizes of a scripted server. Those that are None are not told by ``/server_info``."""
+
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    """More requests wait in the queue."""
+    vocab_size: int | None = None
+    """Ids outside of it are refused."""
+
+
+class ScriptedEngine:
+    """The state behind one server; its coroutines answer as the routes of the same name do, or raise ``WireError``.
+
+    ``changed`` is notified after each change. ``eos``: ids that end a request that does not ignore them.
+    """
+
+    def __init__(self, *, limits: ScriptedLimits, eos: frozenset[int], ignores_adapters: bool, changed: Pulse) -> None:
+        self.limits = limits
+        self.label = "default"
+        """Of the last update that succeeded; requests may carry another one after an update that could not flush."""
+        self.model_path = "scripted"
+        self.paused: str | None = None
+        self.adapters = ScriptedAdapters()
+        self._eos = eos
+        self._ignores_adapters = ignores_adapters
+        self._changed = changed
+        self._gate = Pulse()
+        self._drained = Pulse()
+        self._theta = 0.0
+        self._run_label = "default"
+        self._live: dict[str, Run] = {}
+        self._waiting: deque[Run] = deque()
+        self._running: list[Run] = []
+        self._inside = 0
+        # Requests that have passed the gate. An update waits for them, and they hold it off.
+        self._writers = 0
+        self._prefixes = PrefixMemory()
+        self._random = random.Random(0)
+        self._session = False
+        self._groups: set[str] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being answered."""
+        return len(self._live)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Running and waiting requests."""
+        return len(self._running), len(self._waiting)
+
+    @property
+    def theta(self) -> float:
+        """The base weights; whoever sets them changes those of running requests too."""
+        return self._theta
+
+    @theta.setter
+    def theta(self, value: float) -> None:
+        self._catch_up()
+        self._theta = value
+
+    def relabel(self, label: str) -> None:
+        """Give the base weights another label; tokens that follow carry it."""
+        self._catch_up()
+        self.label = self._run_label = label
+
+    def forget(self) -> None:
+        """Be a new process, for everything but the requests that are being answered."""
+        self.adapters.forget()
+        self._groups.clear()
+        self._session = False
+        self._prefixes.clear()
+        self.theta = 0.0
+        self.relabel("default")
+        self.resume()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, wire: GenerateRequest, script: Sequence[int] | None, *, seconds: float, held: bool
+    ) -> dict[str, Any]:
+        """Answer a request with ``script``, or with tokens that are drawn, over ``seconds``."""
+        if wire.rid in self._live:
+            raise bad_value(f"Duplicate request ID detected: {wire.rid}")
+        run = self._live[wire.rid] = Run(wire, script, seconds=seconds, held=held)
+        self._changed.notify()
+        try:
+            await self._gate.wait_until(lambda: self.paused is None and not self._writers)
+            self._inside += 1
+            try:
+                await self._compute(run)
+            finally:
+                self._leave(run)
+        finally:
+            del self._live[wire.rid]
+            self._changed.notify()
+        assert run.finish is not None
+        return generate_reply(
+            wire,
+            text=run.text(),
+            output_ids=run.output,
+            logprobs=run.logprobs,
+            prompt_logprobs=run.prompt_logprobs(),
+            finish_reason=run.finish,
+            weight_version=self._run_label,
+            versions=run.versions,
+            cached_tokens=run.cached_tokens,
+            retractions=run.retractions,
+        )
+
+    def release(self) -> None:
+        """Every request has its tokens as soon as it runs."""
+        for run in self._live.values():
+            run.hurry()
+
+    def abort(self, rid: str) -> None:
+        """End a request. One at the gate is not found there, and cannot be aborted any more, as in SGLang."""
+        run = self._live.get(rid)
+        if run is not None and not run.abort_sent:
+            run.abort_sent = True
+            self._end(run)
+
+    def abort_all(self) -> None:
+        """End every request that has passed the gate."""
+        for run in [*self._waiting, *self._running]:
+            self._end(run)
+
+    # -- pauses -------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str) -> None:
+        """Hold new requests at the gate, and end, send back or freeze those that run."""
+        self._catch_up()
+        self.paused = mode
+        for run in reversed(self._running):
+            if mode == "retract":
+                run.retractions += 1
+                self._waiting.appendleft(run)
+            run.stop(lag=self._theta_for(run) if mode == "in_place" else None)
+        if mode == "retract":
+            self._running.clear()
+        if mode == "abort":
+            self.abort_all()
+            await self._drained.wait_until(lambda: not self._inside)
+
+    def resume(self) -> None:
+        """Go on; what was to be aborted while it was frozen ends now."""
+        self.paused = None
+        for run in list(self._running):
+            if run.abort_pending:
+                run.finished(ABORTED)
+            elif not run.running:
+                run.go()
+        self._admit()
+        self._open_gate()
+
+    def flush(self) -> bool:
+        """Forget prefixes; False, and nothing happens, while requests run or, not paused, wait."""
+        if self._running or (self._waiting and self.paused is None):
+            return False
+        self._prefixes.clear()
+        return True
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def update_from_disk(self, path: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
+        """Take theta from a folder."""
+        if abort_all:
+            self.abort_all()
+        async with self._exclusive():
+            if not holds_theta(path):
+                raise update_error(f"Failed to get weights iterator: {path}")
+            self._replace(read_theta(path), label, flush=flush)
+            self.model_path = str(path)
+
+    async def update_in_session(
+        self, route: str, content: Sequence[bytes], label: str | None, *, flush: bool, abort_all: bool
+    ) -> None:
+        """Take theta from the name of a tensor in ``content``; without one only the label changes."""
+        if abort_all:
+            self.abort_all()
+        async with self._exclusive():
+            if not self._session:
+                raise update_error(f"{route} must run between begin_weight_update() and end_weight_update()")
+            theta = find_theta(content)
+            self._replace(self._theta if theta is None else theta, label, flush=flush)
+
+    async def begin_update(self) -> None:
+        """Open the session."""
+        async with self._exclusive():
+            if self._session:
+                raise update_error("a weight-update session is already open; call end_weight_update() first")
+            self._session = True
+
+    async def end_update(self) -> None:
+        """Close it."""
+        async with self._exclusive():
+            if not self._session:
+                raise update_error("no weight-update session is open; call begin_weight_update() first")
+            self._session = False
+
+    def join_group(self, name: str) -> None:
+        """Say that the group is joined; nobody connects to it."""
+        self._groups.add(name)
+
+    def leave_group(self, name: str) -> None:
+        """Forget it."""
+        if name not in self._groups:
+            raise update_error("The group to be destroyed does not exist.")
+        self._groups.remove(name)
+
+    def require_group(self, name: str) -> None:
+        """Refuse a broadcast through a group that nobody made."""
+        if self._session and name not in self._groups:
+            raise update_error(
+                f"Failed to receive weights: Group {name} not in {sorted(self._groups)}. "
+                "Please call `init_weights_update_group` first."
+            )
+
+    # -- how a request goes on ----------------------------------------------------------------------------------------
+
+    async def _compute(self, run: Run) -> None:
+        run.allow(self._allowed(run.wire))
+        if run.wire.lora_path is not None:
+            run.adapter = await self.adapters.named(run.wire.lora_path)
+            run.adapter.users += 1
+        self._waiting.append(run)
+        self._admit()
+        while run.finish is None:
+            if not run.running:
+                await run.changed.wait()
+                continue
+            # Also if nothing is left: no server answers before its caller could do something else.
+            with anyio.move_on_after(run.seconds_left()):
+                await run.changed.wait()
+            if run.running:
+                self._advance(run)
+
+    def _allowed(self, wire: GenerateRequest) -> int:
+        vocabulary = self.limits.vocab_size
+        if vocabulary is not None and (min(wire.input_ids) < 0 or max(wire.input_ids) >= vocabulary):
+            raise bad_value(f"input_ids has an id outside of the vocabulary of {vocabulary}")
+        context, pool = self.limits.context_length, self.limits.max_total_tokens
+        if context is None and pool is None and wire.max_new_tokens is not None:
+            return wire.max_new_tokens
+        fits = min(context or pool or VOCABULARY, pool or context or VOCABULARY)
+        return allowed_new_tokens(wire, context_length=context or fits, kv_tokens=pool or fits)
+
+    def _admit(self) -> None:
+        most = self.limits.max_running_requests or math.inf
+        while self._waiting and self.paused is None and len(self._running) < most:
+            run = self._waiting.popleft()
+            run.prefill(self._prefixes, self._theta_for(run))
+            self._running.append(run)
+            run.go()
+
+    def _leave(self, run: Run) -> None:
+        """The request ended, or its client went away."""
+        if run in self._running:
+            self._running.remove(run)
+            self._prefixes.insert(run.namespace, [*run.wire.input_ids, *run.output][:-1])
+        elif run in self._waiting:
+            self._waiting.remove(run)
+        if run.adapter is not None:
+            run.adapter.users -= 1
+            self.adapters.changed.notify()
+        self._inside -= 1
+        self._admit()
+        self._drained.notify()
+
+    def _end(self, run: Run) -> None:
+        if run in self._waiting:
+            run.finished(ABORTED_WAITING)
+        elif run in self._running and self.paused == "in_place":
+            run.abort_pending = True
+        elif run in self._running:
+            if run.running:
+                self._advance(run)
+            run.finished(ABORTED)
+
+    def _catch_up(self) -> None:
+        """What is due by now comes from the weights as they are."""
+        for run in self._running:
+            if run.running:
+                self._advance(run)
+
+    def _advance(self, run: Run) -> None:
+        run.advance(self._theta_for(run), self._run_label, eos=self._eos, uniform=self._random.random)
+
+    def _theta_for(self, run: Run) -> float:
+        return self._theta if run.adapter is None or self._ignores_adapters else run.adapter.theta
+
+    def _replace(self, theta: float, label: str | None, *, flush: bool) -> None:
+        self.theta = theta
+        if label is not None:
+            self._run_label = label
+        if flush and not self.flush():
+            raise update_error(
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
+            )
+        if label is not None:
+            self.label = label
+
+    @asynccontextmanager
+    async def _exclusive(self) -> AsyncGenerator[None, None]:
+        """At once if paused; else after the requests that have passed the gate, and new ones wait."""
+        if self.paused is not None:
+            yield
+            return
+        self._writers += 1
+        try:
+            await self._drained.wait_until(lambda: not self._inside)
+            yield
+        finally:
+            self._writers -= 1
+            self._open_gate()
+
+    def _open_gate(self) -> None:
+        self._gate.notify()
+        self._changed.notify()

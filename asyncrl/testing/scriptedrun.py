@@ -1,0 +1,193 @@
+"""One request inside a scripted server: how many of its tokens are there by now, and which."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from asyncrl.sampling.wireserver import GenerateRequest
+from asyncrl.scheduling.pulse import Pulse
+from asyncrl.testing.scriptedadapters import LoadedTheta
+from asyncrl.testing.theta import draw_token, theta_logprobs
+
+__all__ = ["PrefixMemory", "Run"]
+
+_PREFIXES = 8
+# Of each namespace; enough for a test, and matching stays quick.
+_ROUNDING_S = 1e-6
+# Times are sums of floats, and what is left of them may be less than the clock can tell.
+
+
+class Run:
+    """``script``: the tokens, or None to draw them. A ``held`` request stops half way until it is hurried."""
+
+    def __init__(self, wire: GenerateRequest, script: Sequence[int] | None, *, seconds: float, held: bool) -> None:
+        self.wire = wire
+        self.held = held
+        self.changed = Pulse()
+        """Notified when the request is to go on, to stop or to end."""
+        self.running = False
+        self.abort_sent = False
+        self.abort_pending = False
+        self.adapter: LoadedTheta | None = None
+        self.output: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[tuple[str, int]] = []
+        self.cached_tokens = 0
+        self.retractions = 0
+        self.finish: Mapping[str, Any] | None = None
+        self._script = script
+        self._planned = 0
+        self._seconds = seconds
+        self._worked_s = 0.0
+        self._since = 0.0
+        self._prompt_theta: float | None = None
+        self._lag: float | None = None
+        # Theta of the token that was under way when the request was frozen.
+
+    @property
+    def namespace(self) -> Hashable:
+        """Prefixes are shared only within it."""
+        return (self.wire.extra_key, self.wire.cache_salt, 0 if self.adapter is None else self.adapter.uid)
+
+    def allow(self, tokens: int) -> None:
+        """How many it may have."""
+        self._planned = tokens if self._script is None else min(tokens, len(self._script))
+
+    def prefill(self, prefixes: PrefixMemory, theta: float) -> None:
+        """Find what is cached of the prompt, and score it, the first time."""
+        if self._prompt_theta is not None:
+            return
+        self._prompt_theta = theta
+        usable = len(self.wire.input_ids) - 1
+        if self.wire.logprob_start_len >= 0:
+            usable = min(usable, self.wire.logprob_start_len)
+        self.cached_tokens = prefixes.match(self.namespace, self.wire.input_ids[:usable])
+        prefixes.insert(self.namespace, self.wire.input_ids)
+
+    def go(self) -> None:
+        """Its tokens appear from now on."""
+        self.running = True
+        self._since = anyio.current_time()
+        self.changed.notify()
+
+    def stop(self, *, lag: float | None) -> None:
+        """No token appears until it goes on. ``lag``: theta of one that is under way all the same."""
+        if self.running:
+            self._worked_s += anyio.current_time() - self._since
+            self.running = False
+            self._lag = lag
+            self.changed.notify()
+
+    def hurry(self) -> None:
+        """All its tokens are due."""
+        self.held, self._seconds = False, 0.0
+        self.changed.notify()
+
+    def finished(self, reason: Mapping[str, Any]) -> None:
+        """It ends with what it has, unless it has ended."""
+        if self.finish is None:
+            self.finish = reason
+            self.running = False
+            self.changed.notify()
+
+    def seconds_left(self) -> float:
+        """Until its last token, if nothing happens."""
+        if self.held:
+            return math.inf
+        left = self._seconds - self._worked_s - (anyio.current_time() - self._since)
+        return left if left > _ROUNDING_S else 0.0
+
+    def advance(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
+        """Have the tokens that are due, of the weights ``theta`` called ``label``."""
+        due = self._due()
+        while len(self.output) < due and self.finish is None:
+            self._append(theta, label, eos=eos, uniform=uniform)
+        if len(self.output) >= self._planned:
+            self.finished({"type": "length", "length": len(self.output)})
+
+    def prompt_logprobs(self) -> list[tuple[float | None, int]]:
+        """As in SGLang: never tempered, and without a value for the first."""
+        start = self.wire.logprob_start_len
+        tokens = list(self.wire.input_ids[start:])
+        if start < 0 or not tokens or self._prompt_theta is None:
+            return []
+        scores = theta_logprobs(tokens, self._prompt_theta).tolist()
+        return [(None, tokens[0]), *zip(scores[1:], tokens[1:], strict=True)]
+
+    def text(self) -> str:
+        """One character for each token, without what ended the request unless it keeps that."""
+        matched = None if self.finish is None else self.finish.get("matched")
+        ids = self.output
+        if not self.wire.no_stop_trim and isinstance(matched, int):
+            ids = ids[:-1]
+        text = _text(ids)
+        if not self.wire.no_stop_trim and isinstance(matched, str):
+            return text.partition(matched)[0]
+        return text
+
+    def _due(self) -> int:
+        if self.held:
+            return self._planned // 2
+        left = self.seconds_left()
+        if left <= 0:
+            return self._planned
+        return int(self._planned * (self._seconds - left) / self._seconds)
+
+    def _append(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
+        wire, position = self.wire, len(self.output)
+        # A frozen server has begun its next step: that token is of the old weights, whatever its label says.
+        theta, self._lag = theta if self._lag is None else self._lag, None
+        if self._script is not None:
+            token = int(self._script[position])
+        else:
+            token = draw_token(
+                theta, uniform(), temperature=wire.temperature, top_k=wire.top_k, top_p=wire.top_p, min_p=wire.min_p
+            )
+        if not self.versions or self.versions[-1][0] != label:
+            self.versions.append((label, position))
+        self.output.append(token)
+        self.logprobs.append(float(theta_logprobs([token], theta, temperature=wire.temperature)[0]))
+        if not wire.ignore_eos and (token in eos or token in wire.stop_token_ids):
+            self.finished({"type": "stop", "matched": token})
+            return
+        if wire.stop:
+            tail = _text(self.output[-max(map(len, wire.stop)) :])
+            for stop in wire.stop:
+                if stop in tail:
+                    self.finished({"type": "stop", "matched": stop})
+                    return
+
+
+class PrefixMemory:
+    """Which sequences are cached, by namespace."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, deque[tuple[int, ...]]] = {}
+
+    def match(self, namespace: Hashable, tokens: Sequence[int]) -> int:
+        """The length of the longest cached prefix of ``tokens``."""
+        return max((_common(tokens, known) for known in self._known.get(namespace, ())), default=0)
+
+    def insert(self, namespace: Hashable, tokens: Sequence[int]) -> None:
+        """Cache ``tokens``."""
+        self._known.setdefault(namespace, deque(maxlen=_PREFIXES)).append(tuple(tokens))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+
+
+def _common(one: Sequence[int], two: Sequence[int]) -> int:
+    for position, (a, b) in enumerate(zip(one, two, strict=False)):
+        if a != b:
+            return position
+    return min(len(one), len(two))
+
+
+def _text(ids: Sequence[int]) -> str:
+    return "".join(chr(0x100 + token) for token in ids)
