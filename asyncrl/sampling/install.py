@@ -69,14 +69,14 @@ def install_sglang(directory: Path | None = None, *, say: Callable[[str], None])
     directory = (directory or sglang_directory()).absolute()
     started = time.monotonic()
     python = installed_python(directory)
-    made = python is None
+    made = False
     if python is None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _lock(directory.with_name(directory.name + ".lock"), say):
             # Another process may have made it while this one waited.
             python = installed_python(directory)
             if python is None:
-                python = _make(directory, say)
+                python, made = _make(directory, say), True
     return Installed(python=python, directory=directory, made=made, seconds=time.monotonic() - started)
 
 
