@@ -230,13 +230,12 @@ def _reporting(recipe: Recipe, events: Events, *, steps: int, debug: bool) -> It
     from asyncrl.observe.logs import LogLines, open_log
     from asyncrl.observe.progress import show_progress
 
-    secret = recipe.sampler.api_key()
     style = recipe.run.log
     with contextlib.ExitStack() as stack:
         stream = sys.stderr
         if style == "console":
             stream = stack.enter_context(show_progress(events, steps=steps, stream=stream))
-        log = open_log(stream, style=style, debug=debug, secrets=[secret] if secret else [])
+        log = open_log(stream, style=style, debug=debug, secrets=recipe.sampler.secrets())
         stack.callback(events.subscribe(LogLines(log).observe))
         yield
 

@@ -34,6 +34,7 @@ from asyncrl.rollout.env import Env
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.sglangcommand import Machine, SGLangOptions, plan_command, split_gpus
 from asyncrl.sampling.sglangserver import server_url
+from asyncrl.sampling.sources import FileSource
 from asyncrl.trainer import AsyncTrainer
 from asyncrl.types import Row
 
@@ -127,8 +128,10 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, d
 def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLang | None:
     """The client of the servers that the recipe names or has started; None is the embedded server."""
     section = recipe.sampler
-    if section.urls:
-        return SGLang(section.urls, api_key=section.api_key())
+    if section.urls or section.urls_file is not None:
+        # A relative path is seen from the recipe's folder, as that of a model is.
+        source = section.urls or FileSource(recipe.path.resolve().parent / str(section.urls_file))
+        return SGLang(source, router=section.router, api_key=section.api_key(), admin_key=section.admin_key())
     if not section.launches:
         return None
     options = _server_options(recipe, model or recipe.path.parent)

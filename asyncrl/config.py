@@ -108,11 +108,18 @@ class SamplerSection:
 
     backend: Literal["embedded", "sglang"] = "embedded"
     urls: tuple[str, ...] = ()
-    """Of SGLang servers that run; without any, servers are started on this machine for the run."""
+    """Of SGLang servers that run, or one ``dns+http://name:port`` for all addresses of a name; without any, servers are
+    started on this machine for the run."""
+    urls_file: str | None = None
+    """Instead of ``urls``: a file with one URL a line, which is read again while the run goes on."""
+    router: str | None = None
+    """URL of a router in front of these servers, for sampling requests."""
     threads: int = 1
     """Of the embedded server, and of an SGLang server of our own on a CPU."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' key; the key itself has no place in a recipe."""
+    admin_key_env: str | None = None
+    """The same for the key of control routes, if the servers have one beside the other."""
     servers: int = 1
     """SGLang servers of our own; this and the next ones only for those."""
     tensor_parallel: int = 1
@@ -128,6 +135,13 @@ class SamplerSection:
             require_count(f"sampler.{name}", getattr(self, name), least=1)
         if self.urls and self.backend == "embedded":
             raise ConfigError.for_value("sampler.urls", list(self.urls), "left out for backend 'embedded'")
+        if self.urls_file is not None and (self.urls or self.backend == "embedded"):
+            allowed = "left out for backend 'embedded' and beside sampler.urls"
+            raise ConfigError.for_value("sampler.urls_file", self.urls_file, allowed)
+        for name in ("router", "admin_key_env"):
+            if getattr(self, name) is not None and not (self.urls or self.urls_file):
+                allowed = "left out, for it is about servers of sampler.urls or sampler.urls_file"
+                raise ConfigError.for_value(f"sampler.{name}", getattr(self, name), allowed)
         if not self.launches:
             for name, unset in (
                 ("servers", 1),
@@ -143,11 +157,19 @@ class SamplerSection:
     @property
     def launches(self) -> bool:
         """True if the run starts real SGLang servers."""
-        return self.backend == "sglang" and not self.urls
+        return self.backend == "sglang" and not self.urls and self.urls_file is None
 
     def api_key(self) -> str | None:
         """The servers' key, read from the environment now; None if the recipe names no variable."""
         return None if self.api_key_env is None else read_secret("sampler.api_key_env", self.api_key_env)
+
+    def admin_key(self) -> str | None:
+        """The key of the servers' control routes, in the same way."""
+        return None if self.admin_key_env is None else read_secret("sampler.admin_key_env", self.admin_key_env)
+
+    def secrets(self) -> list[str]:
+        """Both keys, as far as there are any: what must not be in logs."""
+        return [key for key in (self.api_key(), self.admin_key()) if key is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,8 @@ log = "json"
         ),
         (["sampler.backend=sglang", "sampler.urls=[]", "sampler.servers=0"], "sampler.servers is 0"),
         (["sampler.urls=['http://a']"], "sampler.urls is ['http://a']"),
+        (["sampler.backend=sglang", "sampler.urls=['http://a']", "sampler.urls_file=u"], "sampler.urls_file is 'u'"),
+        (["sampler.backend=sglang", "sampler.urls=[]", "sampler.router=http://r"], "sampler.router is 'http://r'"),
         (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32' or 'bfloat16'"),
         (["run.log=xml"], "run.log is 'xml'"),
     ],
@@ -221,3 +223,19 @@ def test_models_are_cached_where_the_system_keeps_caches(monkeypatch: pytest.Mon
     assert cache_directory() == Path("/somewhere/asyncrl")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path.home() / ".cache/asyncrl"
+
+
+def test_every_key_of_the_servers_is_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are read from the environment, and known to whoever writes logs."""
+    monkeypatch.setenv("ASYNCRL_TEST_KEY", "hush")
+    monkeypatch.setenv("ASYNCRL_ADMIN_KEY", "quiet")
+    sampler = _load(
+        tmp_path,
+        RECIPE,
+        "sampler.backend=sglang",
+        "sampler.urls=['http://a']",
+        "sampler.api_key_env=ASYNCRL_TEST_KEY",
+        "sampler.admin_key_env=ASYNCRL_ADMIN_KEY",
+    ).sampler
+    assert (sampler.api_key(), sampler.admin_key()) == ("hush", "quiet")
+    assert sampler.secrets() == ["hush", "quiet"]
