@@ -12,6 +12,7 @@ from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
 from asyncrl.learning.losses import Loss
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
+from asyncrl.rollout.trajectory import SamplingSettings
 from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
@@ -23,7 +24,7 @@ from asyncrl.scheduling.rules import (
     require_count,
 )
 
-__all__ = ["TrainingPlan", "check_acknowledged", "check_plan", "possible_losses"]
+__all__ = ["TrainingPlan", "check_acknowledged", "check_plan", "check_versions", "possible_losses"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,18 @@ def _check_sampling(plan: TrainingPlan, engine: RolloutEngine) -> None:
             f"top_p is {settings.top_p} and top_k is {settings.top_k}: the learner computes the full "
             "distribution, so training needs top_p=1 and top_k=-1"
         )
-    if plan.max_staleness == 0 or engine.policy.pins_versions:
+    check_versions(plan, kept=engine.policy.keeps_versions(settings.kv_cache), settings=settings)
+
+
+def check_versions(plan: TrainingPlan, *, kept: bool, settings: SamplingSettings) -> None:
+    """Refuse a bound that needs older versions where the servers do not keep them (``kept``)."""
+    if plan.max_staleness == 0 or kept:
         return
-    gone = "but full weights on the servers cannot be kept at an older version"
+    gone = "but full weights on one server cannot be kept at an older version"
     if settings.kv_cache is None:
         raise ConfigError(
             f"max_staleness is {plan.max_staleness} and sampling_policy is 'trajectory', {gone}: train a LoRA adapter, "
-            "use sampling_policy='segment', or set max_staleness=0"
+            "sample on two or more servers, use sampling_policy='segment', or set max_staleness=0"
         )
     within_bound = plan.stale_policy == "wait" and settings.kv_cache.max_staleness >= plan.max_staleness
     if settings.keeps_version and not within_bound:

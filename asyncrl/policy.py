@@ -22,6 +22,7 @@ from asyncrl.publishing.distributed import DistributedCarrier
 from asyncrl.publishing.full import FullPublisher, check_pause_mode
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe, model_vocab_size
+from asyncrl.publishing.rolling import RollingPublisher
 from asyncrl.publishing.staging import Folders
 from asyncrl.sampling.base import Sampler
 from asyncrl.sampling.launch import EmbeddedServer
@@ -60,7 +61,8 @@ class Policy:
     ``pause_mode``: what an update of all weights does to requests under way.
     ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
     after a publication; the default is for float32 on both sides.
-    ``publisher``: None publishes LoRA adapters if the learner trains one, else full weights.
+    ``publisher``: None publishes LoRA adapters if the learner trains one, else full weights; these on two or more
+    servers version by version, so that trajectories can keep theirs.
     """
 
     def __init__(  # noqa: PLR0913  the options of publication; each is one sentence above
@@ -108,14 +110,20 @@ class Policy:
         """True if each sampling request has a connection of its own."""
         return self._sampler is None or isinstance(self._sampler, SGLang)
 
-    @property
-    def pins_versions(self) -> bool:
-        """True if a trajectory can keep its version while newer ones are published."""
-        return self.learner.lora_rank is not None if self._publisher is None else self._publisher.pins_versions
+    def keeps_versions(self, kv_cache: KVCache | None) -> bool:
+        """True if a trajectory can keep its version while newer ones are published.
+
+        ``kv_cache``: the rule by which trajectories move to newer weights, None if they never do. How many servers a
+        source has may be seen only when it is opened.
+        """
+        if self._publisher is not None:
+            return self._publisher.pins_versions
+        many = isinstance(self._sampler, SGLang) and self._sampler.may_be_many
+        return self.learner.lora_rank is not None or (many and kv_cache is None)
 
     def check_kv_cache(self, kv_cache: KVCache | None) -> None:
         """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
-        if self._publisher is None and not self.pins_versions:
+        if self._publisher is None and self.learner.lora_rank is None:
             check_pause_mode(self._pause_mode, kv_cache)
 
     @asynccontextmanager
@@ -153,7 +161,7 @@ class Policy:
             await loaded.wait()
             publisher = self._publisher or await self._make_publisher(sampler, stack, kv_cache)
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
-            if isinstance(publisher, FullPublisher | LoraPublisher) and self._publication != "disk":
+            if isinstance(publisher, FullPublisher | LoraPublisher | RollingPublisher) and self._publication != "disk":
                 await self._leave_result(publisher.newest)
 
     @property
@@ -196,6 +204,8 @@ class Policy:
             )
             return LoraPublisher(self.learner, sampler, adapters, self._name, probe=probe)
         carrier = self._carrier(sampler, stack)
+        if kv_cache is None and len(sampler.urls) > 1:
+            return RollingPublisher(self.learner, sampler, carrier, probe=probe)
         return FullPublisher(
             self.learner, sampler, carrier, pause_mode=self._pause_mode, kv_cache=kv_cache, probe=probe
         )

@@ -162,8 +162,8 @@ class Pool:
         self._servers[url].limit = limit
         self._notify()
 
-    def set_version(self, url: str, version: int) -> None:
-        """``url`` holds base weights of ``version``."""
+    def set_version(self, url: str, version: int | None) -> None:
+        """``url`` holds base weights of ``version``; None: they are being changed."""
         if url in self._servers:
             self._servers[url].version = version
             self._notify()

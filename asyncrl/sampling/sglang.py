@@ -117,6 +117,8 @@ class SGLang:
         self._retries = retries
         self.vocab_size = vocab_size
         """Ids from here on are refused when sampling; to be set before it is opened."""
+        self.may_be_many = self._source.servers != 1
+        """False if there will be one server, unless others are added."""
         self._allow_version = allow_version
         self._back_off = BackOff(seed)
         self._restore: Restore = _require_nothing
@@ -249,9 +251,22 @@ class SGLang:
         self._contexts.pop(url, None)
         self.notice("server_removed", level="info", url=url)
 
-    def serving(self, url: str, version: int) -> None:
+    @property
+    def versions(self) -> dict[str, int | None]:
+        """The version of the base weights of each server that takes requests; None: not known, or being changed."""
+        return {url: self._pool.version(url) for url in self._pool.live}
+
+    def serving(self, url: str, version: int | None) -> None:
         """The publisher says: the base weights of ``url`` are ``version``. Forgotten when the server goes out."""
         self._pool.set_version(url, version)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()``, about who takes requests and of which version, holds."""
+        await self._pool.changed.wait_until(condition)
+
+    async def vacate(self, url: str) -> None:
+        """Abort all our requests on ``url`` and wait until they were answered, as ``abort_older`` does."""
+        await self._end(url, lambda running: True)
 
     async def abort_older(self, url: str, anchor: int) -> None:
         """Abort our requests on ``url`` whose prefix is older than ``anchor``, and wait until they were answered.
@@ -260,16 +275,19 @@ class SGLang:
         answered within half a minute is taken away and comes back in the same way. With a router nobody knows what runs
         where: they are aborted, and not waited for.
         """
-        server = self._servers[url]
-        pool, place = (self._pool, url) if self._front is None else (self._front.pool, self._front.router.url)
         exchange = self._exchange if self._front is None else self._front.exchange
         exchange.oldest_anchor = max(exchange.oldest_anchor, anchor)
+        await self._end(url, lambda running: running.anchor < anchor)
 
-        def older() -> list[Running]:
-            return [running for running in pool.running(place) if running.anchor < anchor]
+    async def _end(self, url: str, chosen: Callable[[Running], bool]) -> None:
+        server = self._servers[url]
+        pool, place = (self._pool, url) if self._front is None else (self._front.pool, self._front.router.url)
+
+        def left() -> list[Running]:
+            return [running for running in pool.running(place) if chosen(running)]
 
         with anyio.move_on_after(_ANSWER_S):
-            while unanswered := older():
+            while unanswered := left():
                 # Again and again, for an abort has no effect if it overtakes its request.
                 async with anyio.create_task_group() as tasks:
                     for running in unanswered:
@@ -277,8 +295,8 @@ class SGLang:
                 if self._front is not None:
                     return
                 with anyio.move_on_after(_REPEAT_S):
-                    await pool.traffic.wait_until(lambda: not older())
-        for running in older():
+                    await pool.traffic.wait_until(lambda: not left())
+        for running in left():
             running.scope.cancel()
 
     def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:

@@ -134,10 +134,15 @@ class LaunchedServers:
             raise ConfigError.for_value("servers", servers, "1 or more, and more than 1 only with port=0")
         self.events = Events()
         self.options = options
-        self._servers = servers
+        self._count = servers
         self._log_directory = log_directory
         self._plan = plan
         self._machine = machine
+
+    @property
+    def servers(self) -> int:
+        """How many are started."""
+        return self._count
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Sequence[str], None]:
@@ -161,7 +166,7 @@ class LaunchedServers:
             tasks.cancel_scope.cancel()
 
     def _make(self) -> list[SGLangServer]:
-        count = self._servers
+        count = self._count
         ports = [self.options.port] if self.options.port else free_ports(count)
         gpus = split_gpus(self.options, self._machine or Machine.found(), count)
         found = []

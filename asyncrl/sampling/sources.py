@@ -46,6 +46,11 @@ _LOOK_S = 10.0
 class ServerSource(Protocol):
     """Says which servers there are. Real: ``FixedSource``, ``FileSource``, ``DnsSource``, servers of our own."""
 
+    @property
+    def servers(self) -> int | None:
+        """How many there will be; None if that is seen when it is opened."""
+        ...
+
     def opened(self) -> AbstractAsyncContextManager[Sequence[str]]:
         """The URLs of servers that are up, one or more; a source that starts servers ends them at the exit.
 
@@ -113,6 +118,11 @@ class FixedSource:
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = check_urls(urls)
 
+    @property
+    def servers(self) -> int:
+        """How many are in the list."""
+        return len(self.urls)
+
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Sequence[str], None]:
         """The list."""
@@ -121,6 +131,8 @@ class FixedSource:
 
 class _LookedAt:
     """A source that has to be looked at, every ``every_s`` seconds."""
+
+    servers: int | None = None
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -205,7 +217,7 @@ class DnsSource(_LookedAt):
 
 def source_of(urls: Sequence[str] | ServerSource) -> ServerSource:
     """The source that is meant: itself, a list of URLs, or a list with one ``dns+http://name:port``."""
-    if hasattr(urls, "opened"):
+    if not isinstance(urls, Sequence):
         return urls
     if not isinstance(urls, str) and len(urls) == 1 and str(urls[0]).startswith("dns+"):
         return DnsSource(urls[0])

@@ -1,0 +1,225 @@
+"""RollingPublisher: all weights, on servers that may hold different versions at the same time.
+
+A trajectory keeps its version because some server keeps it: a new version goes to part of the servers, and to the
+others once nobody holds what they have. Nothing that is sampled crosses an update: a server that is about to change
+gets no request, and what it has of ours is answered with the tokens so far and goes on at another server that holds
+the same version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import partial
+
+import anyio
+
+from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, StalenessError
+from asyncrl.learning.base import Learner
+from asyncrl.publishing.base import Address
+from asyncrl.publishing.carriers import Carrier
+from asyncrl.publishing.delivery import Round
+from asyncrl.publishing.full import replace_weights
+from asyncrl.publishing.probe import Probe
+from asyncrl.publishing.staging import Release, Staging
+from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.sglang import SGLang
+
+__all__ = ["RollingPublisher", "may_change"]
+
+
+def may_change(serving: Mapping[str, int], held: Collection[int], newest: int) -> list[str]:
+    """Which servers may take ``newest`` now; no held version loses its last server.
+
+    ``serving``: the version that each server has or is about to have. Servers whose version nobody holds all change. Of
+    a version that is held half of the servers change, and only if nobody serves ``newest``: what follows its
+    publication are new trajectories, for which the others are freed as the old ones end.
+
+    Four servers at version 0, which is held: two take version 1. Then version 2 comes while 0 and 1 are held: one of
+    each takes it. Version 3, all held: one of the two with version 2. Version 4: none, until a version is let go.
+    """
+    urls_of: dict[int, list[str]] = {}
+    for url, version in serving.items():
+        urls_of.setdefault(version, []).append(url)
+    served = newest in urls_of
+    changing: list[str] = []
+    for version, urls in urls_of.items():
+        if version == newest:
+            continue
+        if version not in held:
+            changing += urls
+        elif not served:
+            changing += urls[: len(urls) // 2]
+    return changing
+
+
+class RollingPublisher:
+    """Publishes all weights to the servers of ``sampler``, which must be at least two.
+
+    ``carrier``: how they travel. ``probe``: None makes one for the learner's model.
+
+    With every server at another version that is held, a publication waits until one is let go. With one server left it
+    waits until nobody holds any; a trajectory that starts while that server changes waits for what it asked for, until
+    the client's outage limit, and is tried again.
+    """
+
+    def __init__(self, learner: Learner, sampler: SGLang, carrier: Carrier, *, probe: Probe | None = None) -> None:
+        self._sampler = sampler
+        self._carrier = carrier
+        self._staging = Staging(learner, carrier.store, probe)
+        self.newest = -1
+        """The newest published version; -1: none."""
+        self._releases: dict[int, Release] = {}
+        self._holders: Counter[int] = Counter()
+        self._target: Release | None = None
+        # Where every server is to get; set when its publication begins.
+        self._targets: dict[str, int] = {}
+        # Servers that are being changed, and to what.
+        self._differences: dict[int, float] = {}
+        self._mismatch: ProbeMismatch | None = None
+        sampler.restore_with(self._restore)
+
+    @property
+    def pins_versions(self) -> bool:
+        """A version that is held keeps a server."""
+        return True
+
+    async def stage(self, version: int) -> None:
+        """Keep the weights and note what the learner says about the probe."""
+        self._releases[version] = await self._staging.stage(version)
+
+    async def publish(self, version: int) -> float:
+        """Returns when one server serves ``version``; the others follow as they are let go. See ``Publisher``."""
+        self._target = self._releases[version]
+        self._differences.clear()
+        self._roll()
+        await self._served(version)
+        self.newest = version
+        # The version before it is let go by this, unless a trajectory holds it.
+        self._roll()
+        self._remove_unused()
+        return self._differences[version]
+
+    def address(self, version: int, anchor: int | None = None) -> Address:
+        """The base weights, on a server that holds them. Asking for a version that is retired is a bug."""
+        if version > self.newest or version not in self._releases:
+            raise StalenessError(f"version {version} is on no server; published are {sorted(self._releases)}")
+        return Address(adapter=None, extra_key=f"v{version if anchor is None else anchor}", replica=True)
+
+    def hold(self, version: int) -> None:
+        """Keep a server at ``version`` until it is released as often as it was held."""
+        self._holders[version] += 1
+
+    def release(self, version: int) -> None:
+        """Undo one ``hold``."""
+        self._holders[version] -= 1
+        if self._holders[version] == 0:
+            del self._holders[version]
+            self._roll()
+            self._remove_unused()
+
+    async def _served(self, version: int) -> None:
+        """Wait for a server with ``version``, however long the trajectories take that hold what all servers have."""
+
+        def decided() -> bool:
+            versions = self._sampler.versions
+            return version in versions.values() or self._mismatch is not None or not versions
+
+        while True:
+            await self._sampler.wait_until(decided)
+            if self._mismatch is not None:
+                raise self._mismatch
+            if version in self._sampler.versions.values():
+                return
+            try:
+                await self._sampler.wait_live()
+            except ServerUnavailable as error:
+                raise PublicationError(f"no server took version {version}: {error}") from error
+
+    @property
+    def _held(self) -> set[int]:
+        # Whoever starts next holds the published version.
+        return {*self._holders, self.newest}
+
+    @property
+    def _serving(self) -> dict[str, int]:
+        """What each server has or is about to have; a server that is away has nothing."""
+        has = {url: version for url, version in self._sampler.versions.items() if version is not None}
+        return has | self._targets
+
+    def _roll(self) -> None:
+        """Start the changes that are possible now."""
+        if self._target is None:
+            return
+        # Before the first publication servers hold nothing of ours.
+        fresh = [url for url in self._sampler.versions if url not in self._serving]
+        serving = self._serving
+        # The last server left serves the published version to whoever starts; it changes when nobody is under way.
+        held = self._held if len(serving) > 1 else set(self._holders)
+        changing = {*fresh, *may_change(serving, held, self._target.version)} - self._targets.keys()
+        for server in self._sampler.live:
+            if server.url in changing:
+                self._targets[server.url] = self._target.version
+                self._sampler.spawn(partial(self._change, server, self._target))
+
+    async def _change(self, server: ServerControl, release: Release) -> None:
+        """Bring one server to ``release``; one that fails is quarantined until it could be restored."""
+        limit_s = self._sampler.timeouts.publication_s
+        try:
+            with anyio.fail_after(limit_s):
+                await self._install(server, release)
+        except (SamplingError, PublicationError, TimeoutError) as error:
+            if isinstance(error, ProbeMismatch):
+                self._mismatch = error
+            reason = str(error) or f"it did not take version {release.version} within {limit_s:g} s"
+            self._sampler.quarantine(server.url, reason)
+        finally:
+            self._targets.pop(server.url, None)
+        # A newer version may have come meanwhile, or this one still needs a server.
+        self._roll()
+        self._remove_unused()
+
+    async def _restore(self, server: ServerControl) -> None:
+        """Give a server that was away what is missed most: the newest version, or a held one that no server has."""
+        if self._target is None:
+            await server.model_info()
+            return
+        installed: Release | None = None
+        while installed is not (release := self._missed(server.url)):
+            self._targets[server.url] = release.version
+            try:
+                await self._install(server, release)
+            finally:
+                self._targets.pop(server.url, None)
+            installed = release
+
+    def _missed(self, url: str) -> Release:
+        assert self._target is not None, "asked only after the first publication began"
+        served = {version for other, version in self._serving.items() if other != url}
+        if self._target.version in served:
+            for version in sorted(self._holders):
+                if version not in served and version in self._releases:
+                    return self._releases[version]
+        return self._target
+
+    async def _install(self, server: ServerControl, release: Release) -> None:
+        """Replace the weights of a server that has no request of ours."""
+        self._sampler.serving(server.url, None)
+        await self._sampler.vacate(server.url)
+        label = str(release.version)
+        alone = Round([server.url], returning=True)
+        await replace_weights(
+            self._sampler,
+            server,
+            label,
+            lambda: self._carrier.update(server, release.version, label, alone),
+            pause_mode="abort",
+            flush=True,
+        )
+        self._differences[release.version] = await self._staging.check(server, release)
+        self._sampler.serving(server.url, release.version)
+
+    def _remove_unused(self) -> None:
+        in_use = self._held | set(self._serving.values())
+        for version in [old for old in self._releases if old < self.newest and old not in in_use]:
+            self._sampler.spawn(partial(self._staging.remove, self._releases.pop(version)))
