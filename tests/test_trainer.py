@@ -133,7 +133,7 @@ def test_what_cannot_run_is_refused_at_once(trainer: dict[str, Any], engine: dic
 
 def test_full_weights_cannot_keep_a_version_for_a_trajectory() -> None:
     """One server holds one version, so pinning needs an adapter; the refusal lists the choices."""
-    with pytest.raises(ConfigError, match="train a LoRA adapter, sample on two or more servers, use sampling_policy='segment'"):
+    with pytest.raises(ConfigError, match="adapter, sample on two or more servers, use sampling_policy='segment'"):
         _Case(publisher=ScriptedPublisher(pins_versions=False), max_staleness=1)
     _Case(publisher=ScriptedPublisher(pins_versions=False), max_staleness=0)
 
