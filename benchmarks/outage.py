@@ -153,8 +153,8 @@ async def measure(phase: int) -> tuple[Record, float, float]:
             async for step in run:
                 record.take(step)
                 if step.n == phase:
-                    await mortal.kill()
                     killed = anyio.current_time()
+                    await mortal.kill()
                 elif step.n == 2 * phase:
                     tasks.start_soon(restart)
                 elif record.returned_in is None and killed and record.seconds_to("server_returned", killed):
