@@ -275,19 +275,32 @@ class Events:
     """Owns the list of observers and hands each event to all of them."""
 
     def __init__(self) -> None:
-        self._observers: list[Observer] = []
+        self._observers: list[tuple[Observer, tuple[type[Event], ...]]] = []
+        self._routes: dict[type[Event], tuple[Observer, ...]] = {}
+        # Kind -> its observers, worked out at the first event of the kind.
 
-    def subscribe(self, observer: Observer) -> Callable[[], None]:
-        """Call ``observer`` with each later event; the returned function ends that."""
-        self._observers.append(observer)
-        return lambda: self._observers.remove(observer)
+    def subscribe(self, observer: Observer, *, kinds: tuple[type[Event], ...] = (Event,)) -> Callable[[], None]:
+        """Call ``observer`` with each later event of these kinds; the returned function ends that."""
+        entry = (observer, kinds)
+        self._observers.append(entry)
+        self._routes = {}
+
+        def unsubscribe() -> None:
+            self._observers.remove(entry)
+            self._routes = {}
+
+        return unsubscribe
 
     def emit(self, event: Event) -> None:
-        """Hand ``event`` to every observer, in the order of their subscription.
+        """Hand ``event`` to every observer of its kind, in the order of their subscription.
 
         Raises ``ObserverError`` if one of them raises.
         """
-        for observer in tuple(self._observers):
+        observers = self._routes.get(type(event))
+        if observers is None:
+            observers = tuple(observer for observer, kinds in self._observers if isinstance(event, kinds))
+            self._routes[type(event)] = observers
+        for observer in observers:
             try:
                 observer(event)
             except StalenessError:

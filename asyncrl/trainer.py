@@ -42,11 +42,11 @@ from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
 from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import MetricsRecorder
-from asyncrl.observe.watchdog import Watchdog
+from asyncrl.observe.watchdog import WATCHED, Watchdog
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, check_versions, possible_losses
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.ledger import Ledger
+from asyncrl.scheduling.ledger import ENTERED, Ledger
 from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
@@ -188,8 +188,11 @@ class _Training:
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
         self._warn()
-        observers = (self.ledger.observe, self.recorder.observe, self.watchdog.observe)
-        unsubscribe = [self.events.subscribe(observer) for observer in observers]
+        unsubscribe = (
+            self.events.subscribe(self.ledger.observe, kinds=ENTERED),
+            self.events.subscribe(self.recorder.observe),
+            self.events.subscribe(self.watchdog.observe, kinds=WATCHED),
+        )
         # As many versions may wait for publication as the bound allows the trainer to be ahead.
         staged, versions = anyio.create_memory_object_stream[int](max(1, self.plan.max_staleness))
         try:

@@ -194,6 +194,8 @@ class Trajectory:
     """The version whose weights computed the prefix KV that the next segment may reuse (``scheduling/kvage.py``)."""
     stop: StopReason | None = None
     """How the last segment ended."""
+    server: str = ""
+    """Where it was sampled."""
     awaiting_reply: bool = False
     """The turn is complete and the environment has not answered it yet."""
     turn_cap: int | None = None
@@ -245,6 +247,7 @@ class Trajectory:
             )
         self.segments += 1
         self.stop = segment.stop
+        self.server = segment.server
 
     def tokens(self) -> IntArray:
         """(context_tokens,) the whole conversation."""

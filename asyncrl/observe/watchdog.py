@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import anyio
 
@@ -20,6 +22,10 @@ from asyncrl.events import (
     ChunkTrained,
     Event,
     Events,
+    GroupAdmitted,
+    GroupBorn,
+    GroupFinished,
+    LearnerStepped,
     Notice,
     StepFinished,
     VersionCommitted,
@@ -28,7 +34,20 @@ from asyncrl.events import (
 from asyncrl.rollout.activity import Activities
 from asyncrl.scheduling.pulse import Pulse
 
-__all__ = ["Watchdog"]
+__all__ = ["WATCHED", "Watchdog"]
+
+WATCHED = (
+    BatchTaken,
+    ChunkTrained,
+    GroupAdmitted,
+    GroupBorn,
+    GroupFinished,
+    LearnerStepped,
+    StepFinished,
+    VersionCommitted,
+    VersionPublished,
+)
+"""The events to subscribe to. What single members do is in their activities."""
 
 _LEAST_S = 120.0
 # Shorter silences are usual: one long request, one slow tool.
@@ -37,7 +56,7 @@ _REMEMBERED = 16
 
 
 class Watchdog:
-    """Subscribe ``observe`` and start ``run`` in a task group. ``activities``: what the members are doing."""
+    """Subscribe ``observe`` to ``WATCHED`` and start ``run`` in a task group."""
 
     def __init__(self, events: Events, activities: Activities) -> None:
         self._events = events
@@ -49,6 +68,13 @@ class Watchdog:
         self._woken = Pulse()
         self._training_since: float | None = None
         self._publishing: tuple[int, float] | None = None
+        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
+            StepFinished: self._step,
+            BatchTaken: self._train,
+            ChunkTrained: self._train,
+            VersionCommitted: self._commit,
+            VersionPublished: self._publish,
+        }
 
     @property
     def patience_s(self) -> float:
@@ -57,24 +83,26 @@ class Watchdog:
 
     def observe(self, event: Event) -> None:
         """Something happened."""
-        if isinstance(event, Notice):
-            return
         self._last = event.time
         if self._spoke:
             self._spoke = False
             self._woken.notify()
-        match event:
-            case StepFinished():
-                self._step_seconds.append(event.metrics.get("train/batch_seconds", 0.0))
-            case BatchTaken():
-                self._training_since = event.time
-            case ChunkTrained():
-                self._training_since = None
-            case VersionCommitted():
-                self._publishing = (event.version, event.time)
-            case VersionPublished():
-                if self._publishing is not None and self._publishing[0] <= event.version:
-                    self._publishing = None
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def _step(self, event: StepFinished) -> None:
+        self._step_seconds.append(event.metrics.get("train/batch_seconds", 0.0))
+
+    def _train(self, event: BatchTaken | ChunkTrained) -> None:
+        self._training_since = event.time if isinstance(event, BatchTaken) else None
+
+    def _commit(self, event: VersionCommitted) -> None:
+        self._publishing = (event.version, event.time)
+
+    def _publish(self, event: VersionPublished) -> None:
+        if self._publishing is not None and self._publishing[0] <= event.version:
+            self._publishing = None
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -102,8 +130,8 @@ class Watchdog:
                 "attempt": traj.attempt,
                 "turn": traj.turns if oldest.doing == "reply" else traj.turns + 1,
             }
-            if oldest.server and oldest.doing == "sampling":
-                keys["last_server"] = oldest.server
+            if traj.server and oldest.doing == "sampling":
+                keys["last_server"] = traj.server
             waits.append((oldest.since, keys))
         if self._training_since is not None:
             waits.append((self._training_since, {"waits_for": "the learner"}))

@@ -6,25 +6,21 @@ of it belongs to the state of a trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from asyncrl.types import Trajectory
 
-__all__ = ["Activities", "Activity"]
+__all__ = ["Activities", "Activity", "Doing"]
+
+Doing: TypeAlias = Literal["reset", "queue", "sampling", "reply", "reward", "close"]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Activity:
-    """One member's."""
+class Activity(NamedTuple):
+    """One member's: what it does, and the loop time since when."""
 
     traj: Trajectory
     doing: str
-    """``reset``, ``queue``, ``sampling``, ``reply``, ``reward`` or ``close``."""
     since: float
-    """Loop time at which that began."""
-    server: str = ""
-    """Where its last request was answered; the next one goes there too if it can."""
 
     @property
     def words(self) -> str:
@@ -37,39 +33,19 @@ class Activity:
         return "a place among the sampling requests" if self.doing == "queue" else "a sampling request"
 
 
-class Activities:
-    """Owns the activity of each member that has a slot. ``changed`` is the loop time of the last change."""
+class Activities(dict[str, tuple[Trajectory, Doing, float]]):
+    """Trajectory id -> itself, what it does, since when; of each member that has a slot.
 
-    def __init__(self) -> None:
-        self.changed = 0.0
-        self._members: dict[str, Activity] = {}
+    A plain dict of plain tuples, because a member writes it several times in each turn.
+    """
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def begin(self, traj: Trajectory, time: float) -> None:
-        """An attempt begins."""
-        self._members[traj.id] = Activity(traj=traj, doing="reset", since=time)
-        self.changed = time
-
-    def now(self, traj: Trajectory, doing: str, time: float) -> None:
-        """``traj`` does this from now on."""
-        activity = self._members[traj.id]
-        activity.doing = doing
-        activity.since = time
-        self.changed = time
-
-    def served(self, traj: Trajectory, server: str) -> None:
-        """``server`` answered a request of it."""
-        self._members[traj.id].server = server
-
-    def end(self, traj: Trajectory, time: float) -> None:
-        """The attempt is over."""
-        del self._members[traj.id]
-        self.changed = time
+    @property
+    def changed(self) -> float:
+        """When somebody began to do something else, as far as they still run."""
+        return max((since for _, _, since in self.values()), default=0.0)
 
     @property
     def oldest(self) -> Activity | None:
         """Who has waited longest for one thing; None if nobody runs."""
-        members: Iterable[Activity] = self._members.values()
-        return min(members, key=lambda activity: activity.since, default=None)
+        oldest = min(self.values(), key=lambda activity: activity[2], default=None)
+        return None if oldest is None else Activity(*oldest)

@@ -223,16 +223,16 @@ class _GroupRun:
     async def _attempt(self, traj: Trajectory) -> None:
         activities, now = self._context.activities, self._context.now
         env = self._factory.create()
-        activities.begin(traj, now())
+        activities[traj.id] = (traj, "reset", now())
         try:
             with UserCalls(self._context.environment_timeout_s) as calls, self._deadline(traj):
                 await self._play(traj, env, calls)
         finally:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
-                activities.now(traj, "close", now())
+                activities[traj.id] = (traj, "close", now())
                 await self._close(traj, env)
-            activities.end(traj, now())
+            del activities[traj.id]
 
     async def _close(self, traj: Trajectory, env: Env) -> None:
         """What goes wrong in ``close`` changes nothing about the trajectory, nor about why it ends; it is told."""

@@ -156,7 +156,7 @@ async def _sample(
     """Ask for ``wanted`` tokens, or what is allowed of them; None if nothing is."""
     queued = context.now()
     if not context.requests.acquire_nowait():
-        context.activities.now(traj, "queue", queued)
+        context.activities[traj.id] = (traj, "queue", queued)
         await context.requests.acquire((traj.group, traj.member))
     try:
         # From here to the request's departure there is no await: the stamp is the version at dispatch.
@@ -170,7 +170,7 @@ async def _sample(
             context.on_birth(traj.group, version)
             address = context.address(version, placed.anchor)
             dispatched = context.now()
-            context.activities.now(traj, "sampling", dispatched)
+            context.activities[traj.id] = (traj, "sampling", dispatched)
             segment = await context.sampler.sample(
                 SegmentRequest(
                     trajectory_id=traj.id,
@@ -194,7 +194,6 @@ async def _sample(
     finally:
         context.requests.release()
     now = context.now()
-    context.activities.served(traj, segment.server)
     traj.add_seconds("queue", dispatched - queued)
     traj.add_seconds("sampling", now - dispatched)
     context.events.emit(
@@ -266,7 +265,7 @@ async def go_on(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutCo
 async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
     """Ask the environment for its answer to the turn, and take note of it."""
     started = context.now()
-    context.activities.now(traj, "reply", started)
+    context.activities[traj.id] = (traj, "reply", started)
     errors, tool_seconds = (traj.metrics.get(key, 0.0) for key in ("tool_errors", "tool_seconds"))
     answer = await calls(env.on_turn, traj)
     result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
@@ -303,7 +302,7 @@ async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
 async def grade(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
     """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is not finite."""
     started = context.now()
-    context.activities.now(traj, "reward", started)
+    context.activities[traj.id] = (traj, "reward", started)
     if traj.truncated is None:
         value = await calls(env.reward, traj, traj.row)
     else:

@@ -29,7 +29,10 @@ from asyncrl.events import (
 )
 from asyncrl.types import DropReason
 
-__all__ = ["Ledger", "LedgerTotals"]
+__all__ = ["ENTERED", "Ledger", "LedgerTotals"]
+
+ENTERED = (GroupAdmitted, GroupRerolled, GroupFinished, BatchTaken, GroupConsumed, GroupDropped, MemberFailed)
+"""The events to subscribe to."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class _Entry:
 
 
 class Ledger:
-    """Owns the fate of every row of a run. Subscribe ``observe``.
+    """Owns the fate of every row of a run. Subscribe ``observe`` to ``ENTERED``.
 
     A resumed run passes the ``totals`` and the groups that were ``open``.
     """
@@ -82,6 +85,7 @@ class Ledger:
             GroupDropped: self._drop,
             MemberFailed: self._fail,
         }
+        assert self._handlers.keys() == set(ENTERED)
         self._balance()
 
     @property
