@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 # For type checkers and editors, which do not run __getattr__. tests/test_package.py keeps both lists equal.
 if TYPE_CHECKING:
+    from asyncrl.checkpoint.options import Checkpointing
     from asyncrl.engine import RolloutEngine
     from asyncrl.errors import InfrastructureError
     from asyncrl.evaluation import Evaluator
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from asyncrl.rollout.failures import Failures
     from asyncrl.rollout.processes import in_process
     from asyncrl.rollout.tools import tool
+    from asyncrl.running import run
     from asyncrl.sampling.sglang import SGLang
     from asyncrl.sampling.sglangcommand import SGLangOptions
     from asyncrl.scheduling.rules import ForwardBackwardBatch, GroupCompletion, KVCache, Schedule, Truncation
-    from asyncrl.trainer import AsyncTrainer, run
+    from asyncrl.trainer import AsyncTrainer
     from asyncrl.types import Step, Trajectory
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "AsyncTrainer",
     "Batchwise",
     "Budget",
+    "Checkpointing",
     "DecoupledPPO",
     "Env",
     "Evaluator",
@@ -66,6 +69,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "asyncrl.checkpoint.options": ("Checkpointing",),
     "asyncrl.engine": ("RolloutEngine",),
     "asyncrl.errors": ("InfrastructureError",),
     "asyncrl.evaluation": ("Evaluator",),
@@ -80,10 +84,11 @@ _MODULES = {
     "asyncrl.rollout.failures": ("Failures",),
     "asyncrl.rollout.processes": ("in_process",),
     "asyncrl.rollout.tools": ("tool",),
+    "asyncrl.running": ("run",),
     "asyncrl.sampling.sglang": ("SGLang",),
     "asyncrl.sampling.sglangcommand": ("SGLangOptions",),
     "asyncrl.scheduling.rules": ("ForwardBackwardBatch", "GroupCompletion", "KVCache", "Schedule", "Truncation"),
-    "asyncrl.trainer": ("AsyncTrainer", "run"),
+    "asyncrl.trainer": ("AsyncTrainer",),
     "asyncrl.types": ("Step", "Trajectory"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -100,15 +100,19 @@ class Outcome:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from asyncrl.observe.sinks import write_run_file
+    from asyncrl.observe.sinks import read_results, write_run_file
 
     started = time.monotonic()
     recipe = _load(arguments)
-    directory = _run_directory(recipe, arguments.run_dir)
+    directory = _run_directory(recipe, arguments.run_dir, arguments.resume)
     composed = _compose(recipe, directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_run_file(directory, recipe.tables)
     outcome = Outcome()
+    if arguments.resume is None:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_run_file(directory, recipe.tables)
+    else:
+        for event in read_results(directory):
+            outcome.observe(event)
 
     async def work() -> None:
         await _run_steps(composed, directory)
@@ -190,12 +194,21 @@ def _demo_recipe() -> Path:
     raise ConfigError(f"the demo's recipe is in neither {found[0]} nor {found[1]}")
 
 
-def _run_directory(recipe: Recipe, chosen: Path | None) -> Path:
+def _run_directory(recipe: Recipe, chosen: Path | None, resume: Path | None) -> Path:
+    if resume is not None:
+        if not recipe.checkpoint.enabled:
+            raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
+        if not (resume / "run.json").exists():
+            raise ConfigError.for_value("--resume", str(resume), "the folder of a run (there is no run.json in it)")
+        return resume
     if chosen is None:
         name = f"{recipe.path.resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         return Path(recipe.run.directory) / name
     if (chosen / "run.json").exists():
-        raise ConfigError.for_value("--run-dir", str(chosen), "a folder without the files of another run")
+        raise ConfigError(
+            f"--run-dir is {str(chosen)!r}, which has the files of another run: go on with that one by --resume "
+            f"{chosen}, or use another folder"
+        )
     return chosen
 
 
@@ -220,7 +233,7 @@ async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus
                     sys.stderr.write(_SHOW_CURSOR)
                     sys.stderr.flush()
                 os._exit(128 + number)
-            _say(f"{number.name}: stopping; a second signal exits at once")
+            _say(f"{number.name}: stopping, which takes at most a minute; a second signal exits at once")
             scope.cancel()
 
 
@@ -290,9 +303,11 @@ def _parser() -> argparse.ArgumentParser:
             help="replace a value of the recipe (TOML, or a bare string); can be repeated",
         )
     for command in (train, demo):
-        command.add_argument(
+        folder = command.add_mutually_exclusive_group()
+        folder.add_argument(
             "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: a new one)"
         )
+        folder.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in that folder")
     _add_simulation_options(simulate)
     add_server_options(add("serve", _serve, "serve a model folder: the embedded server, or a real SGLang"))
     install = add("install-sglang", _install_sglang, "make the environment of SGLang's CPU server (some gigabytes)")

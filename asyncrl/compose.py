@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.config import ModelSection, Recipe, cache_directory
 from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
@@ -119,10 +120,18 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, d
         **_keywords(recipe.publication, without=("way",)),
     )
     engine = RolloutEngine(policy, env=parts.env, **engine_options(recipe))
-    trainer = AsyncTrainer(engine=engine, evaluator=parts.evaluator, **parts.trainer)
+    trainer = AsyncTrainer(
+        engine=engine, evaluator=parts.evaluator, checkpointing=_checkpointing(recipe, directory), **parts.trainer
+    )
     return ComposedRun(
         trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.trainer.steps
     )
+
+
+def _checkpointing(recipe: Recipe, directory: Path | None) -> Checkpointing | None:
+    if directory is None or not recipe.checkpoint.enabled:
+        return None
+    return Checkpointing(directory, **_keywords(recipe.checkpoint, without=("enabled",)))
 
 
 def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLang | None:

@@ -11,6 +11,7 @@ Only this module and ``machine`` read the environment of the process.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ from asyncrl.scheduling.rules import (
 from asyncrl.tables import Table, override, read_table, require_known
 
 __all__ = [
+    "CheckpointSection",
     "DataSection",
     "EnvSection",
     "EvaluationSection",
@@ -237,6 +239,22 @@ class EvaluationSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    """``[checkpoint]``: the run's state in its folder, so that ``--resume`` goes on; see ``Checkpointing``."""
+
+    enabled: bool = True
+    weights_every: int = 20
+    """Optimizer steps."""
+    rollout_every: float = 60.0
+    """Seconds."""
+
+    def __post_init__(self) -> None:
+        require_count("checkpoint.weights_every", self.weights_every, least=1)
+        if not 0 < self.rollout_every < math.inf:
+            raise ConfigError.for_value("checkpoint.rollout_every", self.rollout_every, "more than 0 seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     """``[run]``: what is left of a run."""
 
@@ -268,6 +286,7 @@ class Recipe:
     """Options of ``trainer.loss``."""
     advantage: Advantage
     evaluation: EvaluationSection
+    checkpoint: CheckpointSection
     run: RunSection
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.group import run_group
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan
+from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.renderer import Renderer, load_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.base import Sampler
@@ -107,12 +108,16 @@ class EngineSession:
         on_birth: Callable[[int, int], None] | None = None,
         on_part: Callable[[Group], None] | None = None,
         on_reroll: Callable[[int], None] | None = None,
+        progress: GroupProgress | None = None,
     ) -> Group | FailedGroup:
         """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
 
-        ``on_birth(index, version)`` is called at each dispatch; ``on_part`` and ``on_reroll``: see ``run_group``.
+        ``on_birth(index, version)`` is called at each dispatch; ``on_part``, ``on_reroll`` and ``progress``: see
+        ``run_group``. With ``progress`` environments are asked for what they need to be brought back.
         """
         context = self._context if on_birth is None else replace(self._context, on_birth=on_birth)
+        if progress is not None:
+            context = replace(context, keeps_env_state=True)
         plan = GroupPlan(
             index=index,
             row=row,
@@ -121,7 +126,9 @@ class EngineSession:
             prefix=self._prefix,
             completion=completion or GroupCompletion(),
         )
-        return await run_group(plan, self._factory, self._slots, context, on_part=on_part, on_reroll=on_reroll)
+        return await run_group(
+            plan, self._factory, self._slots, context, on_part=on_part, on_reroll=on_reroll, progress=progress
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +184,7 @@ class RolloutEngine:
             top_k=top_k,
             kv_cache=_checked_kv_cache(sampling_policy, kv_cache or KVCache()),
         )
+        self._env = env
         self._factory = env_factory(env)
         self._budget = budget or Budget()
         self._seed = seed
@@ -192,16 +200,30 @@ class RolloutEngine:
         if not self._trajectory_timeout_s > 0:
             raise ConfigError.for_value("trajectory_timeout", trajectory_timeout, "more than 0 seconds, or None")
 
+    def identity(self) -> Mapping[str, object]:
+        """What decides what is sampled, by the names of the options. How much at once does not."""
+        return {
+            "env": self._env,
+            "budget": self._budget,
+            **{name: getattr(self.settings, name) for name in ("temperature", "top_p", "top_k", "kv_cache")},
+            "seed": self._seed,
+            "renderer": self._renderer if isinstance(self._renderer, str) else type(self._renderer),
+            "stop": self._stop,
+            "lora_rank": self.policy.learner.lora_rank,
+        }
+
     @asynccontextmanager
-    async def opened(self, events: Events | None = None) -> AsyncGenerator[EngineSession, None]:
-        """Bring up the policy with version 0 published."""
+    async def opened(
+        self, events: Events | None = None, *, restore: Callable[[OpenPolicy], Awaitable[int]] | None = None
+    ) -> AsyncGenerator[EngineSession, None]:
+        """Bring up the policy with version 0 published, or the one that ``restore`` has given the learner."""
         events = events or Events()
         if self.policy.opens_connections:
             require_open_files(self.schedule.sample_requests)
         async with self.policy.opened(events, kv_cache=self.settings.kv_cache) as policy:
             budget = self._budget_within(policy.sampler, events)
             renderer = await self._open_renderer(policy.learner.model_path)
-            clock = PolicyClock()
+            clock = PolicyClock(0 if restore is None else await restore(policy))
             started = anyio.current_time()
             await policy.publisher.stage(clock.published)
             difference = await policy.publisher.publish(clock.published)

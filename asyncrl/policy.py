@@ -121,6 +121,11 @@ class Policy:
         many = isinstance(self._sampler, SGLang) and self._sampler.may_be_many
         return self.learner.lora_rank is not None or (many and kv_cache is None)
 
+    def keep_versions_in(self, directory: Path) -> None:
+        """Write published versions there, unless the policy was given a folder of its own."""
+        if self._directory is None:
+            self._directory = directory.resolve()
+
     def check_kv_cache(self, kv_cache: KVCache | None) -> None:
         """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
         if self._publisher is None and self.learner.lora_rank is None:

@@ -14,16 +14,23 @@ does not wait for the caller. ``max_staleness=0`` needs no mode: its slots admit
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Literal
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from asyncrl.checkpoint.capture import Capture, restored_ledger
+from asyncrl.checkpoint.fingerprint import run_identity
+from asyncrl.checkpoint.keeper import Checkpoints
+from asyncrl.checkpoint.options import Checkpointing
+from asyncrl.checkpoint.recovery import Recovery
+from asyncrl.checkpoint.signals import stopped_by
+from asyncrl.checkpoint.state import RunState
+from asyncrl.checkpoint.stepbooks import StepBooks
 from asyncrl.engine import EngineSession, RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluator
@@ -44,9 +51,10 @@ from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.observe.watchdog import WATCHED, Watchdog
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, check_versions, possible_losses
+from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.ledger import ENTERED, Ledger
+from asyncrl.scheduling.ledger import ENTERED
 from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
@@ -58,7 +66,7 @@ from asyncrl.scheduling.rules import (
 from asyncrl.trainerstep import TrainerStep
 from asyncrl.types import Group, Row, Step
 
-__all__ = ["AsyncTrainer", "run"]
+__all__ = ["AsyncTrainer"]
 
 
 class AsyncTrainer:
@@ -73,6 +81,7 @@ class AsyncTrainer:
     (``allow_unbounded_staleness=True``).
     ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch``
     sets its chunk size; None turns it off.
+    ``checkpointing``: keep the run's state on disk, and go on from what is there; None keeps nothing.
     ``events``: the stream that reports everything that happens.
     """
 
@@ -96,11 +105,13 @@ class AsyncTrainer:
         evaluator: Evaluator | None = None,
         allow_trajectory_loss: bool = False,
         allow_unbounded_staleness: bool = False,
+        checkpointing: Checkpointing | None = None,
         events: Events | None = None,
     ) -> None:
         self.engine = engine
         self.evaluator = evaluator
         self.events = events or Events()
+        self.checkpointing = checkpointing
         self._plan = TrainingPlan(
             optimizer=optimizer,
             advantage=advantage or GroupCentered(),
@@ -117,6 +128,9 @@ class AsyncTrainer:
             truncation=truncation or Truncation(),
             forward_backward_batch=forward_backward_batch,
         )
+        if checkpointing is not None:
+            # Versions that trajectories keep have to be there when the run is resumed.
+            engine.policy.keep_versions_in(checkpointing.directory / "adapters")
         check_plan(self._plan, engine)
         check_acknowledged(self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness)
 
@@ -126,6 +140,9 @@ class AsyncTrainer:
         Rows are used in order, again from the start when they end (``repeat_dataset``). If rows are dropped because
         their groups fail, others take their place; finite data then ends with smaller or fewer batches. Leaving the
         loop stops the run: rollouts are cancelled and servers that the policy started are ended.
+
+        With ``checkpointing`` a run that was stopped or killed goes on, and the first ``Step`` is the one after the
+        last that was committed. ``steps`` counts from the run's beginning; it may be another number than before.
         """
         require_count("steps", steps, least=1)
         rows = list(rows)
@@ -135,12 +152,26 @@ class AsyncTrainer:
         if not self._plan.repeat_dataset and steps > batches:
             raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
 
-        async def produce(consumer: Consumer[Step]) -> None:
-            async with self.engine.opened(self.events) as session:
+        async def train(consumer: Consumer[Step], checkpoints: Checkpoints | None) -> None:
+            restore = None if checkpoints is None else partial(checkpoints.restore, self._plan, self.events, steps)
+            async with self.engine.opened(self.events, restore=restore) as session:
                 kept = session.policy.publisher.pins_versions
                 check_versions(self._plan, kept=kept, settings=session.settings)
-                training = _Training(self._plan, session, self.engine, rows, steps, self.evaluator)
+                training = _Training(self._plan, session, self.engine, rows, steps, self.evaluator, checkpoints)
                 await training.run(consumer)
+
+        async def produce(consumer: Consumer[Step]) -> None:
+            if self.checkpointing is None:
+                await train(consumer, None)
+                return
+            checkpoints = Checkpoints(self.checkpointing)
+            async with (
+                stopped_by(self.checkpointing.signals, self.events),
+                checkpoints.opened(
+                    partial(run_identity, self._plan, self.engine, rows), lambda group: rows[group % len(rows)], steps
+                ),
+            ):
+                await train(consumer, checkpoints)
 
         return iterate(produce)
 
@@ -156,6 +187,7 @@ class _Training:
         rows: Sequence[Row],
         steps: int,
         evaluator: Evaluator | None,
+        checkpoints: Checkpoints | None,
     ) -> None:
         self.plan = plan
         self.session = session
@@ -180,10 +212,23 @@ class _Training:
             split_size=plan.group_size if plan.completion.stragglers == "carry_over" else None,
         )
         self.recorder = MetricsRecorder(started=anyio.current_time())
-        self.ledger = Ledger()
+        self.checkpoints = checkpoints
+        state = RunState() if checkpoints is None else checkpoints.state
+        self.ledger = restored_ledger(state)
         self.lag = LoopLag(self.events)
         self.watchdog = Watchdog(self.events, session.activities)
-        self.rollout_keys: dict[str, float] = {}
+        self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
+        self.capture = Capture(
+            admission=self.admission,
+            batches=self.batches,
+            ledger=self.ledger,
+            recorder=self.recorder,
+            clock=self.clock,
+            rollout_keys=self.rollout_keys,
+        )
+        self.capture.restore(state)
+        self.recovery = Recovery() if checkpoints is None else checkpoints.recovery
+        self.books = None if checkpoints is None else StepBooks(self.capture, checkpoints, plan.loss)
 
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
@@ -202,16 +247,21 @@ class _Training:
                     tasks.start_soon(self._admit)
                     tasks.start_soon(self.lag.run)
                     tasks.start_soon(self.watchdog.run)
-                    await self._evaluate(0)
-                    for n in range(1, self.steps + 1):
+                    if self.checkpoints is not None:
+                        tasks.start_soon(self.checkpoints.run, self.capture.state)
+                    await self._evaluate(self.capture.n)
+                    for n in range(self.capture.n + 1, self.steps + 1):
                         await consumer.wanted()
                         step = await self._step(n, staged)
                         if step is None:
                             break  # the rows that were left failed
                         await consumer.give(step)
                     await self.clock.wait_published(self.clock.committed)
+                    await self._save_weights(at_once=True)
                     tasks.cancel_scope.cancel()
         finally:
+            if self.checkpoints is not None:
+                await self.checkpoints.save_at_end(self.capture.state, self.events)
             self.ledger.close()
             for end in unsubscribe:
                 end()
@@ -223,6 +273,9 @@ class _Training:
 
     async def _admit(self) -> None:
         async with anyio.create_task_group() as tasks:
+            for group in sorted(self.capture.progress):
+                tasks.start_soon(self._roll_out, group)  # an earlier process had admitted it
+                await anyio.lowlevel.checkpoint()
             while True:
                 # Waits on when all are admitted, for one that has to be replaced; the end of the run ends it.
                 group = await self.admission.admit()
@@ -234,6 +287,9 @@ class _Training:
 
     async def _roll_out(self, group: int) -> None:
         row = self.rows[group % len(self.rows)]
+        progress = None
+        if self.checkpoints is not None:
+            progress = self.capture.progress.setdefault(group, GroupProgress())
         finished = await self.session.group(
             group,
             row,
@@ -242,11 +298,14 @@ class _Training:
             on_birth=self._birth,
             on_part=self.batches.put,
             on_reroll=self.batches.renew,
+            progress=progress,
         )
+        self.capture.progress.pop(group, None)
         if isinstance(finished, Group):
             self.batches.put(finished)
             return
         self.batches.drop(group)
+        self.capture.dropped.append(group)
         self.events.emit(finished.event())
 
     def _birth(self, group: int, version: int) -> None:
@@ -267,12 +326,13 @@ class _Training:
 
     async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step | None:
         """The step, or None if there are no groups left for one."""
-        step = TrainerStep(n, self.plan, self.session, self.admission, self.batches)
+        step = TrainerStep(n, self.plan, self.session, self.admission, self.batches, books=self.books)
         made_version = await step.run(self.plan.groups_per_step, steps=self.steps)
         if not step.groups:
             return None
         if made_version:
             await staged.send(self.clock.committed)
+            await self._save_weights()
             step.times.end("publication")
         evaluated = await self._evaluate(n)
         metrics = {**self._metrics(step), "evaluation/seconds": evaluated}
@@ -287,6 +347,7 @@ class _Training:
             "staleness/reserved_groups": float(self.admission.outstanding),
             "throughput/queue_depth": float(self.session.requests_queued),
             **self.ledger.metrics(),
+            **self.recovery.metrics(),
             **self.lag.take(),
         }
         batch = step.batch.metrics()
@@ -303,38 +364,22 @@ class _Training:
             **{f"optimizer/{key}": value for key, value in step.optimized.items()},
         }
 
+    async def _save_weights(self, *, at_once: bool = False) -> None:
+        if self.checkpoints is not None:
+            learner = self.session.policy.learner
+            await self.checkpoints.save_weights(
+                learner, n=self.capture.n, version=self.clock.committed, at_once=at_once
+            )
+
     async def _evaluate(self, n: int) -> float:
         """Measure the committed policy, if that is due after step ``n``, and say how many seconds it took."""
         if self.evaluator is None or not self.evaluator.due(n, self.steps):
             return 0.0
+        if self.checkpoints is not None and self.checkpoints.evaluated >= n:
+            return 0.0  # by an earlier process
         started = anyio.current_time()
         await self.clock.wait_published(self.clock.committed)
         await self.evaluator.evaluate(self.session)
+        if self.checkpoints is not None:
+            await self.checkpoints.note_evaluated(n)
         return anyio.current_time() - started
-
-
-def run(
-    trainer: AsyncTrainer,
-    rows: Sequence[Row],
-    *,
-    steps: int,
-    on_step: Callable[[Step], Awaitable[None]] | Callable[[Step], None] | None = None,
-) -> list[Step]:
-    """Run ``trainer`` to the end from code that has no event loop, and return its steps.
-
-    ``on_step`` is awaited if it is a coroutine function and runs in a worker thread if it is not.
-    """
-
-    async def main() -> list[Step]:
-        steps_done = []
-        async for step in trainer.run(rows, steps=steps):
-            steps_done.append(step)
-            if on_step is None:
-                continue
-            if inspect.iscoroutinefunction(on_step):
-                await on_step(step)
-            else:
-                await anyio.to_thread.run_sync(on_step, step)
-        return steps_done
-
-    return anyio.run(main)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Literal, TypeAlias, get_args
 
 import anyio
 import anyio.lowlevel
 
+from asyncrl.checkpoint.stepbooks import StepBooks
 from asyncrl.engine import EngineSession
+from asyncrl.errors import NonFiniteError
 from asyncrl.events import (
     BarrierOpened,
     BatchTaken,
@@ -19,7 +23,7 @@ from asyncrl.events import (
     VersionCommitted,
 )
 from asyncrl.learning.assembly import StepAssembly
-from asyncrl.learning.base import TrainingSequence
+from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 from asyncrl.observe.metrics import BatchMetrics
 from asyncrl.plan import TrainingPlan
 from asyncrl.scheduling.admission import Admission
@@ -62,11 +66,20 @@ class TrainerStep:
     """The ``n``-th step of a run. ``run`` it once; then its attributes say what it did."""
 
     def __init__(
-        self, n: int, plan: TrainingPlan, session: EngineSession, admission: Admission, batches: Batches
+        self,
+        n: int,
+        plan: TrainingPlan,
+        session: EngineSession,
+        admission: Admission,
+        batches: Batches,
+        *,
+        books: StepBooks | None = None,
     ) -> None:
         self.n = n
         self.version = session.clock.committed
         self.groups: list[Group] = []
+        self.chunks: list[Sequence[TrainingSequence]] = []
+        """The forward-backward passes, if ``books`` want them."""
         self.waits: tuple[BarrierWait, ...] = ()
         self.times = PhaseTimes()
         self.optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
@@ -91,6 +104,9 @@ class TrainerStep:
         self._learner = session.policy.learner
         self._admission = admission
         self._batches = batches
+        self._books = books
+        if books is not None:
+            books.begin(self.groups)
 
     async def run(self, size: int, *, steps: int) -> bool:
         """Train on ``size`` groups, of a run of ``steps``; True if that made a version, which is then staged.
@@ -106,8 +122,7 @@ class TrainerStep:
                 self.times.end("publication")
             await self._forward_backward(size)
             if not self.assembly.has_gradient:
-                self._consume()
-                self._admission.settle(None)
+                await self._end_without_gradient()
                 return False
             await self._update(steps)
         except BaseException:
@@ -134,6 +149,8 @@ class TrainerStep:
                 )
             sequences = await self._assemble(chunk, last=not remaining)
             if sequences:
+                if self._books is not None:
+                    self.chunks.append(sequences)
                 await self._train(sequences)
             self.times.end("forward_backward")
 
@@ -164,6 +181,9 @@ class TrainerStep:
         if self._plan.loss.needs_proximal:
             await self._learner.prepare_step(sequences)
         result = await self._learner.forward_backward(sequences, self._plan.loss)
+        if not math.isfinite(result.sums.get("loss", 0.0)):
+            async with self._written(None, []):
+                raise NonFiniteError(f"the loss of a pass of step {self.n} is {result.sums['loss']}; no step was taken")
         self.assembly.record(result)
         now = anyio.current_time()
         self._session.events.emit(
@@ -174,27 +194,62 @@ class TrainerStep:
         """The optimizer step, its version, and that version's snapshot for the publisher."""
         started = anyio.current_time()
         settings = self._plan.optimizer.settings(self.n - 1, steps)
-        self.optimized = await self._learner.optimizer_step(settings, divisor=self.assembly.divisor)
+        consumed = self._consumed()
+        async with self._written(settings, consumed):
+            self.optimized = await self._learner.optimizer_step(settings, divisor=self.assembly.divisor)
+        # From here to the end of the commit there is no await.
         version = self._session.clock.commit()
         self._admission.settle(version)
         now = anyio.current_time()
         self._session.events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
         self._session.events.emit(VersionCommitted(time=now, version=version))
-        self._consume()
+        self._consume(consumed)
         self.times.end("optimizer")
         await self._session.policy.publisher.stage(version)
         self.times.end("publication")
 
-    def _consume(self) -> None:
+    async def _end_without_gradient(self) -> None:
+        """No version is made, but the rows are used up."""
+        consumed = self._consumed()
+        if self.groups:
+            async with self._written(None, consumed):
+                pass
+        self._consume(consumed)
+        self._admission.settle(None)
+
+    def _written(
+        self, settings: OptimizerSettings | None, consumed: Sequence[GroupConsumed]
+    ) -> AbstractAsyncContextManager[None]:
+        """The block makes the step happen; it is on disk when the block is left."""
+        if self._books is None:
+            return nullcontext()
+        return self._books.written(
+            n=self.n,
+            version=self.version,
+            consumed=consumed,
+            chunks=self.chunks,
+            divisor=self.assembly.divisor,
+            settings=settings,
+        )
+
+    def _consume(self, consumed: Sequence[GroupConsumed]) -> None:
         """Nothing can undo the step any more: report what became of its members."""
+        if self._books is not None:
+            self._books.commit(self.n, self.groups)
+        for event in consumed:
+            self._session.events.emit(event)
+
+    def _consumed(self) -> list[GroupConsumed]:
+        """What becomes of the members of the batch."""
         now = anyio.current_time()
+        events = []
         discards = self._plan.completion.stragglers == "discard"
         for group in self.groups:
             dropped = Counter(member.dropped.value for member in group.members_G if member.dropped is not None)
             trained = len(group.members_G) - dropped.total()
             if discards:
                 dropped[DropReason.STRAGGLER.value] += self._plan.group_size - len(group.members_G)
-            self._session.events.emit(
+            events.append(
                 GroupConsumed(
                     time=now,
                     n=self.n,
@@ -204,3 +259,4 @@ class TrainerStep:
                     final=group.final,
                 )
             )
+        return events

@@ -9,6 +9,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.config import (
+    CheckpointSection,
     EvaluationSection,
     ModelSection,
     PublicationSection,
@@ -73,6 +74,7 @@ def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
         (RolloutSection, rl.RolloutEngine, set()),
         (EvaluationSection, rl.Evaluator, set()),
         (PublicationSection, rl.Policy, {"way"}),
+        (CheckpointSection, rl.Checkpointing, {"enabled"}),
     ],
 )
 def test_sections_name_the_keywords_and_defaults_of_their_owners(section: Any, owner: Any, own: set[str]) -> None:

@@ -45,6 +45,7 @@ LAYERS = {
     "asyncrl.plan": 3,
     "asyncrl.trainer": 3,
     "asyncrl.trainerstep": 3,
+    "asyncrl.running": 3,
     "asyncrl.evaluation": 3,
     "asyncrl.checkpoint": 3,
     "asyncrl.testing": 4,

@@ -64,8 +64,6 @@ class RunState:
     """Groups of them that were given up."""
     totals: Mapping[str, Any] = field(default_factory=dict)
     """What the ledger has summed up (``scheduling/ledger.py``); empty before anything happened."""
-    evaluated: int = -1
-    """The newest step after which the policy was measured; -1 if it never was."""
     groups: dict[int, GroupState] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     """What the metrics have summed up since step ``n``."""

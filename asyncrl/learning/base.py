@@ -97,6 +97,17 @@ class Learner(Protocol):
         """Forget what ``forward_backward`` accumulated."""
         ...
 
+    async def save_state(self, directory: Path) -> None:
+        """Write trained parameters and the optimizer's state into the empty ``directory``. Nothing is pickled."""
+        ...
+
+    async def load_state(self, directory: Path) -> None:
+        """Set what ``save_state`` wrote: the steps that follow give the same bits as they did there.
+
+        Raises ``CheckpointError`` if it is of another model.
+        """
+        ...
+
     async def export(self, directory: Path) -> None:
         """Write what the servers need for the current parameters into the empty ``directory``.
 

@@ -105,6 +105,14 @@ class TorchLearner:
         """See ``Learner``."""
         await self._worker.run(self._opened.discard_gradients)
 
+    async def save_state(self, directory: Path) -> None:
+        """See ``Learner``."""
+        await self._worker.run(self._opened.save_state, directory)
+
+    async def load_state(self, directory: Path) -> None:
+        """See ``Learner``."""
+        await self._worker.run(self._opened.load_state, directory)
+
     async def export(self, directory: Path) -> None:
         """See ``Learner``."""
         await self._worker.run(self._opened.export, directory)

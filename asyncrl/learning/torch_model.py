@@ -26,6 +26,7 @@ from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequen
 from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import Loss, LossInputs
 from asyncrl.learning.packing import micro_batches
+from asyncrl.learning.torch_state import load_state, save_state
 from asyncrl.types import FloatArray, IntArray
 
 __all__ = ["TorchModel"]
@@ -129,10 +130,7 @@ class TorchModel:
                 weight_decay=settings.weight_decay,
             )
         self._optimizer.step()
-        with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                if parameter is not master:
-                    parameter.copy_(master)
+        self._follow_masters()
         self.discard_gradients()
         return {"grad_norm": float(norm), "lr": settings.lr}
 
@@ -140,6 +138,15 @@ class TorchModel:
         """See ``Learner``."""
         self._optimizer.zero_grad(set_to_none=True)
         self._proximal.clear()
+
+    def save_state(self, directory: Path) -> None:
+        """See ``Learner``."""
+        save_state(self._named_masters(), self._optimizer, directory)
+
+    def load_state(self, directory: Path) -> None:
+        """See ``Learner``."""
+        load_state(self._named_masters(), self._optimizer, directory)
+        self._follow_masters()
 
     @torch.no_grad()
     def export(self, directory: Path) -> None:
@@ -192,6 +199,16 @@ class TorchModel:
         )
         logprobs, _ = self._trained_logprobs([sequence])
         return logprobs.cpu().numpy()
+
+    def _named_masters(self) -> dict[str, torch.Tensor]:
+        names = [name for name, parameter in self._causal.named_parameters() if parameter.requires_grad]
+        return dict(zip(names, self._masters, strict=True))
+
+    @torch.no_grad()
+    def _follow_masters(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
 
     @torch.no_grad()
     def _require_plain_logits(self) -> None:

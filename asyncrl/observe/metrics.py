@@ -73,6 +73,15 @@ class MetricsRecorder:
             case MemberFailed() | MemberDiscarded():
                 self.waste(event.generated_tokens)
 
+    def sums(self) -> dict[str, float]:
+        """What was counted since the last step."""
+        return dict(self._sums)
+
+    def go_on(self, sums: Mapping[str, float]) -> None:
+        """An earlier process had counted ``sums``."""
+        for key in self._sums.keys() & sums.keys():
+            self._sums[key] += sums[key]
+
     def waste(self, tokens: int) -> None:
         """Count generated tokens that will never be trained."""
         self._add("sampling/wasted_tokens", tokens)

@@ -13,23 +13,25 @@ import os
 import platform
 import re
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import orjson
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from asyncrl.events import Event, Events, Notice, StepFinished
+from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished
 
-__all__ = ["EventFiles", "encode_event", "event_name", "write_events", "write_run_file"]
+__all__ = ["EventFiles", "encode_event", "event_name", "read_results", "write_events", "write_run_file"]
 
 _PENDING_EVENTS = 65_536
 # About a minute of a run with a thousand requests a second: a disk that is slower than that is not coming back.
+_BLOCK_BYTES = 65_536
 _LIBRARIES = ("asyncrl", "torch", "transformers", "peft", "anyio", "httpx")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
@@ -67,6 +69,7 @@ async def write_events(directory: Path, events: Events) -> AsyncGenerator[EventF
 
     A write that fails ends the block with its ``OSError``, in an exception group.
     """
+    await anyio.to_thread.run_sync(_mend, directory)
     send, receive = anyio.create_memory_object_stream[Event](_PENDING_EVENTS)
     files = EventFiles(send)
     async with anyio.create_task_group() as tasks:
@@ -90,6 +93,47 @@ async def _write(receive: MemoryObjectReceiveStream[Event], files: EventFiles, d
         if files.lost:
             notice = Notice(time=anyio.current_time(), name="events_lost", level="warning", keys={"count": files.lost})
             await anyio.to_thread.run_sync(_append, [notice], directory)
+
+
+def read_results(directory: Path) -> Iterator[Event]:
+    """The steps and evaluations that a run has in its files, without what else is known of them. Blocking."""
+    for name, wanted in (("metrics.jsonl", b""), ("events.jsonl", b'"event":"evaluation_finished"')):
+        path = directory / name
+        if not path.exists():
+            continue
+        with path.open("rb") as file:
+            for line in file:
+                if wanted in line and line.endswith(b"\n"):
+                    value = orjson.loads(line)
+                    yield _evaluation(value) if wanted else _step(value)
+
+
+def _step(value: Mapping[str, Any]) -> StepFinished:
+    metrics = {key: number for key, number in value.items() if key not in ("n", "model_step", "time")}
+    return StepFinished(time=value["time"], n=value["n"], model_step=value["model_step"], metrics=metrics)
+
+
+def _evaluation(value: Mapping[str, Any]) -> EvaluationFinished:
+    return EvaluationFinished(time=value["time"], version=value["version"], metrics=value["metrics"])
+
+
+def _mend(directory: Path) -> None:
+    """Take off the half line that a killed process may have left."""
+    for name in ("events.jsonl", "metrics.jsonl"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        with path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end:
+                start = max(0, end - _BLOCK_BYTES)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    end = start + newline + 1
+                    break
+                end = start
+            file.truncate(end)
 
 
 def _append(pending: Sequence[Event], directory: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Address", "Publisher"]
+__all__ = ["Address", "Publisher", "VersionKeeper"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +49,17 @@ class Publisher(Protocol):
 
     def release(self, version: int) -> None:
         """That trajectory ended. A version without holders that is not the newest may be unloaded."""
+        ...
+
+
+@runtime_checkable
+class VersionKeeper(Protocol):
+    """A publisher that can bring back older versions after its process was stopped or killed."""
+
+    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
+        """Make those of ``versions`` available again that it can, with the first publication, and say which.
+
+        Called before that one; all are older than it. They are given up like any version that nobody holds. What else
+        an earlier process has left of its versions is removed.
+        """
         ...

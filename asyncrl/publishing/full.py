@@ -7,7 +7,7 @@ carrier's part; the rule is here: which requests must end before, pause, replace
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import Release, Staging
+from asyncrl.publishing.staging import Folders, Release, Staging
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
@@ -104,6 +104,12 @@ class FullPublisher:
     async def stage(self, version: int) -> None:
         """Keep the weights and note what the learner says about the probe."""
         self._releases[version] = await self._staging.stage(version)
+
+    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
+        """See ``VersionKeeper``: none, for a server holds one version."""
+        if isinstance(self._carrier.store, Folders):
+            await self._carrier.store.adopt(())
+        return frozenset()
 
     async def publish(self, version: int) -> float:
         """Update every server to the staged weights; see ``Publisher``."""

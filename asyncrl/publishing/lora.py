@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
+import numpy as np
 
 from asyncrl.errors import ConfigError, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
@@ -117,6 +118,15 @@ class LoraPublisher:
     async def stage(self, version: int) -> None:
         """Keep the adapter and note what the learner says about the probe."""
         self._releases[version] = await self._staging.stage(version)
+
+    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
+        """See ``VersionKeeper``. Only adapters on disk outlive a process."""
+        store = self._carrier.store
+        adopted = await store.adopt(versions) if isinstance(store, Folders) else frozenset[int]()
+        for version in adopted:
+            # Nobody compares an older version with the probe again.
+            self._releases[version] = Release(version=version, reference=np.empty(0, dtype=np.float32))
+        return adopted
 
     async def publish(self, version: int) -> float:
         """Load the staged adapter everywhere; see ``Publisher``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +68,20 @@ class Folders:
         await anyio.to_thread.run_sync(_empty, partial, limiter=self._limiter)
         await self._learner.export(partial)
         await anyio.to_thread.run_sync(_settle, partial, final, limiter=self._limiter)
+
+    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
+        """Those of ``versions`` that an earlier process has left here; its others are removed."""
+        return await anyio.to_thread.run_sync(self._adopt, frozenset(versions), limiter=self._limiter)
+
+    def _adopt(self, versions: frozenset[int]) -> frozenset[int]:
+        found = set()
+        for folder in self._directory.glob("v[0-9]*"):
+            version = int(folder.name[1:])
+            if version in versions:
+                found.add(version)
+            else:
+                shutil.rmtree(folder)
+        return frozenset(found)
 
     async def remove(self, version: int) -> None:
         """See ``Store``."""

@@ -60,6 +60,8 @@ class Admission:
         # In use, of slots * group_size.
         self._unsettled = 0
         # Places of the batch that is being trained.
+        self._before: dict[int, tuple[int | None, int]] = {}
+        # What the books said of the groups of that batch.
         self._unpublished: dict[int, int] = {}
         # Committed version -> places of the batch that made it.
         self._changed = Pulse()
@@ -83,6 +85,23 @@ class Admission:
     def due_counts(self) -> Mapping[int, int]:
         """Due step -> born outstanding groups."""
         return self._due_counts
+
+    def books(self) -> Mapping[int, tuple[int | None, int]]:
+        """Group -> its due step and the members of it that finished batches have taken, as if the batch being trained
+        had not been taken: that is what is left if its step does not happen."""
+        now = {group: (due, self._taken.get(group, 0)) for group, due in self._due.items()}
+        return now | self._before
+
+    def restore(self, *, admitted: int, dropped: int, books: Mapping[int, tuple[int | None, int]]) -> None:
+        """Go on from the books of an earlier process. Every version that it committed is published."""
+        self.admitted = admitted
+        self.dropped = dropped
+        for group, (due, taken) in books.items():
+            self._due[group] = due
+            self._count_in(due)
+            if taken:
+                self._taken[group] = taken
+            self._places += self._group_size - taken
 
     def is_outstanding(self, group: int) -> bool:
         """True from its admission until it is taken whole, or dropped."""
@@ -116,7 +135,7 @@ class Admission:
             return None
         due = version + self._max_staleness
         self._due[group] = due
-        self._due_counts[due] = self._due_counts.get(due, 0) + 1
+        self._count_in(due)
         return due
 
     def renew(self, group: int) -> None:
@@ -127,10 +146,12 @@ class Admission:
     def take(self, groups: Iterable[int]) -> None:
         """The trainer takes these groups into its batch; they keep their slots until ``settle``."""
         for group in groups:
+            self._note(group)
             self._unsettled += self._leave(group)
 
     def take_members(self, group: int, members: int) -> None:
         """The trainer takes ``members`` of a group that stays outstanding for its others."""
+        self._note(group)
         self._taken[group] += members
         self._unsettled += members
 
@@ -141,6 +162,7 @@ class Admission:
         else:
             self._unpublished[version] = self._unsettled
         self._unsettled = 0
+        self._before.clear()
 
     def published(self, version: int) -> None:
         """``version`` is live on every server: the slots of the batches up to it are free."""
@@ -168,6 +190,13 @@ class Admission:
         """Take the group off the books; the places that it still has."""
         self._count_out(self._due.pop(group))
         return self._group_size - self._taken.pop(group, 0)
+
+    def _note(self, group: int) -> None:
+        self._before.setdefault(group, (self._due[group], self._taken.get(group, 0)))
+
+    def _count_in(self, due: int | None) -> None:
+        if due is not None:
+            self._due_counts[due] = self._due_counts.get(due, 0) + 1
 
     def _count_out(self, due: int | None) -> None:
         if due is not None:

@@ -71,6 +71,10 @@ class Batches:
         """Finished groups that no batch has taken."""
         return len(self._ready)
 
+    def waiting(self) -> list[Group]:
+        """Those groups, and parts of groups, first finished first."""
+        return list(self._ready.values())
+
     def put(self, group: Group) -> None:
         """``group`` is ready, or a part of it. Never waits: its slot is its place here."""
         due = self._admission.due(group.index)

@@ -52,6 +52,12 @@ class LedgerTotals:
     rerolled: int = 0
     """Fresh starts of groups."""
 
+    def consume(self, event: GroupConsumed) -> None:
+        """Add what became of a group, or of a part of one."""
+        self.consumed += event.final
+        self.trained_members += event.trained
+        self.dropped_members.update(event.dropped)
+
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
@@ -70,12 +76,12 @@ class _Entry:
 class Ledger:
     """Owns the fate of every row of a run. Subscribe ``observe`` to ``ENTERED``.
 
-    A resumed run passes the ``totals`` and the groups that were ``open``.
+    A resumed run passes the ``totals`` and the groups that were ``open``, True if all of their members had ended.
     """
 
-    def __init__(self, *, totals: LedgerTotals | None = None, open: Iterable[int] = ()) -> None:
+    def __init__(self, *, totals: LedgerTotals | None = None, open: Mapping[int, bool] | None = None) -> None:
         self.totals = totals or LedgerTotals()
-        self._open = {group: _Entry() for group in open}
+        self._open = {group: _Entry(finished=finished) for group, finished in (open or {}).items()}
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             GroupAdmitted: self._admit,
             GroupRerolled: self._reroll,
@@ -177,9 +183,7 @@ class Ledger:
             if not entry.finished or entry.taken:
                 raise StalenessError(f"group {event.group} is consumed, but members of it are under way")
             del self._open[event.group]
-            self.totals.consumed += 1
-        self.totals.trained_members += event.trained
-        self.totals.dropped_members.update(event.dropped)
+        self.totals.consume(event)
 
     def _drop(self, event: GroupDropped) -> None:
         entry = self._entry(event.group, "dropped")

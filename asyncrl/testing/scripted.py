@@ -6,15 +6,17 @@ schedule and trainer run on top of them unchanged.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+import orjson
 
 from asyncrl.errors import NonFiniteError, StalenessError
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
@@ -127,7 +129,8 @@ class ScriptedSampler:
 class ScriptedLearner:
     """Takes ``train_s`` for each forward-backward pass and ``step_s`` for each optimizer step.
 
-    ``batches`` holds, for each optimizer step, the sequences that were trained by it.
+    ``batches`` holds, for each optimizer step, the sequences that were trained by it. ``parameters`` is a digest of
+    everything that was trained, in its order, and as with real ones the least difference shows.
     """
 
     def __init__(self, *, train_s: float = 0.0, step_s: float = 0.0, lora_rank: int | None = 8) -> None:
@@ -138,7 +141,10 @@ class ScriptedLearner:
         self.version = 0
         self.batches: list[list[TrainingSequence]] = []
         self.divisors: list[float] = []
+        self.settings: list[OptimizerSettings] = []
         self.pending: list[TrainingSequence] = []
+        self._loaded = ""
+        # The parameters before ``batches``.
         self.fail_at: int | None = None
         """Optimizer step (from 1) that finds a gradient that is not finite."""
 
@@ -166,6 +172,7 @@ class ScriptedLearner:
             raise NonFiniteError("scripted: the gradient norm is nan")
         self.batches.append(list(self.pending))
         self.divisors.append(divisor)
+        self.settings.append(settings)
         self.pending.clear()
         self.version += 1
         return {"grad_norm": 1.0, "lr": settings.lr}
@@ -173,6 +180,30 @@ class ScriptedLearner:
     async def discard_gradients(self) -> None:
         """Forget the open batch."""
         self.pending.clear()
+
+    @property
+    def parameters(self) -> str:
+        """The digest."""
+        parameters = self._loaded
+        for batch, divisor, settings in zip(self.batches, self.divisors, self.settings, strict=True):
+            digest = hashlib.sha256(f"{parameters} {divisor!r} {settings!r}".encode())
+            for sequence in batch:
+                for array in (sequence.tokens, sequence.logprobs, sequence.mask):
+                    digest.update(array.tobytes())
+                digest.update(f"{sequence.advantage!r} {sequence.weight!r} {sequence.temperature!r}".encode())
+            parameters = digest.hexdigest()
+        return parameters
+
+    async def save_state(self, directory: Path) -> None:
+        """Write the digest and the version."""
+        state = {"version": self.version, "parameters": self.parameters}
+        (directory / "scripted.json").write_bytes(orjson.dumps(state))
+
+    async def load_state(self, directory: Path) -> None:
+        """Go on from there; ``batches`` are those trained from now on."""
+        state = orjson.loads((directory / "scripted.json").read_bytes())
+        self.version, self._loaded = state["version"], state["parameters"]
+        self.batches, self.divisors, self.settings = [], [], []
 
     async def export(self, directory: Path) -> None:
         """Nothing is written."""
@@ -203,6 +234,12 @@ class ScriptedPublisher:
     async def stage(self, version: int) -> None:
         """Remember the version."""
         self.staged.append(version)
+
+    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
+        """All of them, if it keeps versions at all."""
+        adopted = frozenset(versions if self.pins_versions else ())
+        self.published.extend(sorted(adopted))
+        return adopted
 
     async def publish(self, version: int) -> float:
         """Wait, then say that it is live."""

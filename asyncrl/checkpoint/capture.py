@@ -1,0 +1,127 @@
+"""Between the owners of a run's state and a ``RunState``.
+
+``Capture`` takes the value while the run goes on. On the event loop it only collects references, and copies the lists
+of trajectories that are under way: what it costs grows with the number of spans and messages, not of tokens.
+``restore`` gives it back to new owners.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import anyio
+
+from asyncrl.checkpoint.state import GroupState, RunState
+from asyncrl.checkpoint.values import frozen
+from asyncrl.observe.metrics import MetricsRecorder
+from asyncrl.rollout.progress import GroupProgress
+from asyncrl.scheduling.admission import Admission
+from asyncrl.scheduling.batches import Batches
+from asyncrl.scheduling.ledger import Ledger, LedgerTotals
+from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.types import Group
+
+__all__ = ["Capture", "restored_ledger", "totals_value"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Capture:
+    """Owns what is known of outstanding groups beside what their owners know."""
+
+    admission: Admission
+    batches: Batches
+    ledger: Ledger
+    recorder: MetricsRecorder
+    clock: PolicyClock
+    n: int = 0
+    """Steps that were committed."""
+    rollout_keys: Iterable[str] = ()
+    progress: dict[int, GroupProgress] = field(default_factory=dict)
+    """Group -> its progress, until it is finished."""
+    taken: dict[int, set[int]] = field(default_factory=dict)
+    """Group -> members that committed steps have consumed, if others of it follow."""
+    begun: Sequence[Group] = ()
+    """Groups of the step under way."""
+    dropped: list[int] = field(default_factory=list)
+    """Groups that were given up since the last commit."""
+
+    def commit(self, n: int, groups: Sequence[Group], dropped: int) -> None:
+        """Step ``n`` was committed, with these groups, and with the first ``dropped`` of those that were given up."""
+        self.n = n
+        self.begun = ()
+        del self.dropped[:dropped]
+        for group in groups:
+            if group.final:
+                self.taken.pop(group.index, None)
+            else:
+                self.taken.setdefault(group.index, set()).update(traj.member for traj in group.members_G)
+
+    def state(self) -> RunState:
+        """The run as it is now. A step under way has not happened."""
+        now = anyio.current_time()
+        groups = {
+            group: GroupState(
+                index=group,
+                due=due,
+                taken=set(self.taken.get(group, ())),
+                progress=_copied(self.progress[group], now) if group in self.progress else None,
+            )
+            for group, (due, _) in sorted(self.admission.books().items())
+        }
+        for part in (*self.begun, *self.batches.waiting()):
+            groups[part.index].parts.append(part)
+        return RunState(
+            n=self.n,
+            version=self.clock.committed,
+            admitted=self.admission.admitted,
+            dropped=self.admission.dropped,
+            totals=totals_value(self.ledger.totals),
+            groups=groups,
+            sums=self.recorder.sums(),
+            rollout_keys=tuple(self.rollout_keys),
+        )
+
+    def restore(self, state: RunState) -> None:
+        """Give ``state`` to the owners, which are new. Unfinished groups are in ``progress``; they are to be run."""
+        self.n = state.n
+        self.admission.restore(
+            admitted=state.admitted,
+            dropped=state.dropped,
+            books={
+                # If nothing that it sampled is left, its next first segment is a birth like any other.
+                group.index: (group.due if group.is_begun else None, len(group.taken))
+                for group in state.groups.values()
+            },
+        )
+        self.recorder.go_on(state.sums)
+        for group in state.groups.values():
+            if group.taken:
+                self.taken[group.index] = set(group.taken)
+            if not group.is_finished:
+                self.progress[group.index] = group.progress or GroupProgress()
+            for part in group.parts:
+                self.batches.put(part)
+
+
+def _copied(progress: GroupProgress, now: float) -> GroupProgress:
+    copy = progress.copied(now)
+    copy.active = {member: frozen(traj) for member, traj in copy.active.items()}
+    return copy
+
+
+def totals_value(totals: LedgerTotals) -> dict[str, Any]:
+    """The ledger's sums as plain values."""
+    return asdict(totals)
+
+
+def restored_ledger(state: RunState) -> Ledger:
+    """The ledger of the run that ``state`` is in the middle of."""
+    values = dict(state.totals)
+    for name in ("dropped", "dropped_members"):
+        values[name] = Counter(values.get(name, {}))
+    values["admitted"] = state.admitted
+    totals = LedgerTotals(**values)
+    return Ledger(totals=totals, open={group.index: group.is_finished for group in state.groups.values()})

@@ -1,0 +1,237 @@
+"""Checkpoints: the owner of a run directory while its run goes on.
+
+What is written when, and how it is put together again, is here; what the files look like is in the modules beside this
+one. File work is done in threads of its own and never on the event loop: one for steps, so that a commit does not wait
+for a snapshot, and one for everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import orjson
+
+from asyncrl.checkpoint.files import draft, locked, settle, sweep
+from asyncrl.checkpoint.fingerprint import require_same
+from asyncrl.checkpoint.journal import Journal, JournalEntry
+from asyncrl.checkpoint.options import Checkpointing
+from asyncrl.checkpoint.recovery import Recovery, find_versions
+from asyncrl.checkpoint.snapshots import Snapshots
+from asyncrl.checkpoint.state import RunState
+from asyncrl.checkpoint.weights import SavedWeights
+from asyncrl.errors import CheckpointError, LearnerError
+from asyncrl.events import Events, MemberResumed, Notice
+from asyncrl.learning.base import Learner
+from asyncrl.learning.losses import Loss
+from asyncrl.plan import TrainingPlan
+from asyncrl.policy import OpenPolicy
+from asyncrl.types import Row
+
+__all__ = ["Checkpoints"]
+
+_FOLDERS = ("state", "weights", "journal")
+_RUN_FILE = "run.json"
+_EVALUATED = "evaluated.json"
+_GRACE_S = 30.0
+# The longest that a save at the end of a run may take. What it would have saved is then as old as the save before it.
+
+
+class Checkpoints:
+    """Owns ``options.directory``. Enter ``opened`` first; then ``state`` is where the run goes on."""
+
+    def __init__(self, options: Checkpointing) -> None:
+        self.state = RunState()
+        """As it was found; empty for a new run."""
+        self.recovery = Recovery()
+        self.evaluated = -1
+        """The newest step after which the policy was measured; -1 if it never was."""
+        self.steps_before: int | None = None
+        """Of which length the run was to be so far; None if it is new."""
+        self._options = options
+        self._directory = options.directory
+        self._journal = Journal(self._directory / "journal", self._directory / "refused")
+        self._step_thread = anyio.CapacityLimiter(1)
+        self._thread = anyio.CapacityLimiter(1)
+        self._weights = SavedWeights(self._directory / "weights", self._off_loop)
+        self._exit = AsyncExitStack()
+        self._saved = (0, 0)
+        # Step and version of the newest saved weights.
+
+    @asynccontextmanager
+    async def opened(
+        self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
+    ) -> AsyncGenerator[Checkpoints, None]:
+        """Lock the directory and read what is in it. ``row(index)`` is that of a group.
+
+        ``plan()`` says what the run is (``fingerprint.py``; it is called in a thread); ``ConfigError`` if the state in
+        the directory is of another run, or if another process uses it.
+        """
+        async with self._exit as stack:
+            lock = locked(self._directory)
+            await self._off_loop(partial(self._directory.mkdir, parents=True, exist_ok=True))
+            await self._off_loop(lock.__enter__)
+            stack.callback(lock.__exit__, None, None, None)
+            await self._off_loop(lambda: self._read(plan(), row, steps))
+            stack.callback(self._snapshots.close)
+            yield self
+
+    async def restore(self, plan: TrainingPlan, events: Events, steps: int, policy: OpenPolicy) -> int:
+        """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
+        self._exit.callback(events.subscribe(self.recovery.observe, kinds=(MemberResumed,)))
+        version = await self._restore_learner(policy.learner, plan.loss)
+        pins = plan.sampling_policy == "trajectory"
+        await find_versions(self.state, policy.publisher, pins=pins, events=events)
+        if self.steps_before is None:
+            return version
+        keys: dict[str, object] = {
+            "directory": str(self._directory),
+            "step": self.state.n,
+            "version": version,
+            "groups": len(self.state.groups),
+            "replayed": self.recovery.steps_replayed,
+        }
+        events.emit(Notice(time=anyio.current_time(), name="resumed", keys=keys))
+        if plan.optimizer.schedule is not None and steps != self.steps_before and self.state.n < steps:
+            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self.steps_before, steps))
+            changed = {"steps": steps, "steps_before": self.steps_before, "lr": now, "lr_before": before}
+            notice = Notice(time=anyio.current_time(), name="schedule_stretched", level="warning", keys=changed)
+            events.emit(notice)
+        return version
+
+    async def _restore_learner(self, learner: Learner, loss: Loss) -> int:
+        """Bring a learner that has just been opened to the committed parameters; returns their version."""
+        newest = await self._off_loop(self._weights.newest)
+        if newest is not None:
+            n, version, folder = newest
+            await learner.load_state(folder)
+            self._saved = (n, version)
+        elif self.state.n == 0 and learner.lora_rank is not None:
+            # A fresh adapter is random, and who knows whether another release draws the same. The model is on disk.
+            await self._weights.save(learner, n=0, version=0)
+        n, version = self._saved
+        for step in range(n + 1, self.state.n + 1):
+            entry = await self._off_loop(partial(self._journal.read, step))
+            if entry.version != version:
+                raise CheckpointError(f"step {step} of the journal is at version {entry.version}, and not {version}")
+            await self._replay(entry, learner, loss)
+            version = entry.version_after
+        if version != self.state.version:
+            raise CheckpointError(f"the parameters are of version {version}, but the state is of {self.state.version}")
+        return int(version)
+
+    async def _replay(self, entry: JournalEntry, learner: Learner, loss: Loss) -> None:
+        for chunk in entry.chunks:
+            if loss.needs_proximal:
+                await learner.prepare_step(chunk)
+            await learner.forward_backward(chunk, loss)
+        if entry.settings is not None:
+            await learner.optimizer_step(entry.settings, divisor=entry.divisor)
+            self.recovery.steps_replayed += 1
+
+    @asynccontextmanager
+    async def step(self, entry: JournalEntry) -> AsyncGenerator[None, None]:
+        """The block makes the step happen. Its entry is written meanwhile, and when both are done, it is committed.
+
+        Cancellation waits for that. If the learner refuses the step, its batch is kept for inspection.
+        """
+        with anyio.CancelScope(shield=True):
+            failure: LearnerError | None = None
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._in_step_thread, partial(self._journal.draft, entry))
+                try:
+                    yield
+                except LearnerError as error:
+                    failure = error
+            if failure is not None:
+                path = await self._in_step_thread(partial(self._journal.refuse, entry.n))
+                failure.add_note(f"its batch is in {path}")
+                raise failure
+            await self._in_step_thread(partial(self._journal.commit, entry.n))
+
+    async def save_weights(self, learner: Learner, *, n: int, version: int, at_once: bool = False) -> None:
+        """Save the parameters, which are those after step ``n``, if that is due or wanted ``at_once``."""
+        steps = version - self._saved[1]
+        if steps >= self._options.weights_every or (steps > 0 and at_once):
+            await self._weights.save(learner, n=n, version=version)
+            self._saved = (n, version)
+
+    async def run(self, capture: Callable[[], RunState]) -> None:
+        """Save what is being sampled every now and then, until cancelled."""
+        while True:
+            await anyio.sleep(self._options.rollout_every)
+            await self._off_loop(partial(self._save, capture()))
+
+    async def save_at_end(self, capture: Callable[[], RunState], events: Events) -> None:
+        """Save once more, however the run ends. It must not hide how: a save that fails is a notice."""
+        reason = f"it took longer than {_GRACE_S:g} s"
+        try:
+            with anyio.move_on_after(_GRACE_S, shield=True):
+                await self._off_loop(partial(self._save, capture()), abandon=True)
+                return
+        except OSError as error:
+            reason = repr(error)
+        keys = {"directory": str(self._directory), "reason": reason}
+        events.emit(Notice(time=anyio.current_time(), name="state_not_saved", level="error", keys=keys))
+
+    async def note_evaluated(self, n: int) -> None:
+        """The policy after step ``n`` was measured, and need not be again."""
+        self.evaluated = n
+        await self._off_loop(lambda: _write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+
+    def _read(self, plan: Mapping[str, Any], row: Callable[[int], Row], steps: int) -> None:
+        folders = [self._directory / name for name in _FOLDERS]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            sweep(folder)
+        self._snapshots = Snapshots(folders[0])
+        entries = self._journal.steps()
+        state = self._snapshots.read(row)
+        newest = self._weights.newest()
+        exists = state is not None or bool(entries) or (newest is not None and newest[0] > 0)
+        self._check_plan(plan, steps, exists=exists)
+        self.state = state or RunState()
+        for n in entries:
+            if n > self.state.n:
+                self.state.apply(self._journal.read(n, sequences=False))
+        path = folders[0] / _EVALUATED
+        if path.exists():
+            self.evaluated = orjson.loads(path.read_bytes())["n"]
+
+    def _check_plan(self, plan: Mapping[str, Any], steps: int, *, exists: bool) -> None:
+        """Compare with the run's file, and note the length of the run in it."""
+        path = self._directory / _RUN_FILE
+        content = orjson.loads(path.read_bytes()) if path.exists() else {}
+        if exists and "plan" in content:
+            require_same(content["plan"], plan, str(self._directory))
+            self.steps_before = content["steps"]
+        _write_json(path, {**content, "plan": plan, "steps": steps})
+
+    def _save(self, state: RunState) -> None:
+        oldest = self._snapshots.write(state)
+        # Of a step before both, neither the parameters nor the groups are needed.
+        self._journal.forget(min(oldest, self._saved[0]))
+
+    async def _in_step_thread(self, function: Callable[[], Any]) -> Any:
+        return await self._run(function, self._step_thread)
+
+    async def _off_loop(self, function: Callable[[], Any], *, abandon: bool = False) -> Any:
+        return await self._run(function, self._thread, abandon=abandon)
+
+    async def _run(self, function: Callable[[], Any], limiter: anyio.CapacityLimiter, *, abandon: bool = False) -> Any:
+        if getattr(asyncio.get_running_loop(), "virtual", False):
+            # Where time is virtual, a thread would take none, or all there is.
+            await anyio.lowlevel.checkpoint()
+            return function()
+        return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)
+
+
+def _write_json(path: Path, value: object) -> None:
+    settle(draft(path, [orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2)]), path)
