@@ -15,7 +15,7 @@ import orjson
 
 from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.types import Segment, StopReason, VersionSpan
+from asyncrl.types import FloatArray, IntArray, Segment, StopReason, VersionSpan
 
 __all__ = ["PauseMode", "error_text", "generate_body", "parse_segment"]
 
@@ -79,24 +79,42 @@ def parse_segment(
         raise ProtocolError(
             f"the reply has {len(ids)} ids, {len(entries)} log-probabilities and completion_tokens {completion}"
         )
-    if ids != named or not _INTEGER.issuperset(map(type, ids)):
+    if ids != named:
         raise ProtocolError("the reply's ids are not the ids of its log-probabilities")
-    # Of all values at once, for one by one this would be most of the work of a reply.
-    logprobs = np.array(values, dtype=np.float64) if _NUMBER.issuperset(map(type, values)) else None
-    if logprobs is None or not np.isfinite(logprobs).all():
-        raise ProtocolError("the reply has a log-probability that is not a finite number")
+    tokens, logprobs = _tokens(ids), _finite(values)
     if request.replica and any(span.version != request.version for span in versions):
         raise ProtocolError(
             f"a request for version {request.version} was answered by {[span.version for span in versions]}"
         )
     return Segment(
-        tokens=np.array(ids, dtype=np.int32),
-        logprobs=logprobs.astype(np.float32),
+        tokens=tokens,
+        logprobs=logprobs,
         versions=versions,
         stop=_stop_reason(reason),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         server=server,
     )
+
+
+def _tokens(ids: list[Any]) -> IntArray:
+    # All at once, here and below, for one by one this would be most of the work of a reply.
+    try:
+        if _INTEGER.issuperset(map(type, ids)):
+            return np.array(ids, dtype=np.int32)
+    except OverflowError:
+        pass
+    raise ProtocolError("the reply's ids are not all integers of 32 bits")
+
+
+def _finite(values: list[Any]) -> FloatArray:
+    try:
+        if _NUMBER.issuperset(map(type, values)):
+            logprobs = np.array(values, dtype=np.float64)
+            if np.isfinite(logprobs).all():
+                return logprobs.astype(np.float32)
+    except OverflowError:
+        pass
+    raise ProtocolError("the reply has a log-probability that is not a finite number")
 
 
 def error_text(status: int, content: bytes) -> str:

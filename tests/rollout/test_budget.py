@@ -26,7 +26,7 @@ def start(prompt: int) -> Trajectory:
 
 
 def test_an_aborted_turn_asks_for_exactly_what_is_left() -> None:
-    """After 7 of 10 tokens the next request asks for 3, whichever bound the 10 came from."""
+    """After 7 of 10 tokens the next request asks for 3, whichever bound the 10 came from (FAILURES.md 39)."""
     for budget in (
         Budget(max_turn_tokens=10),
         Budget(max_generated_tokens=10),
@@ -46,6 +46,15 @@ def test_an_exhausted_budget_ends_without_a_request() -> None:
     traj = start(5)
     traj.append_segment(segment(4, StopReason.LENGTH))
     assert Budget(max_generated_tokens=4).next_segment(traj) is TruncationCause.GENERATED_TOKENS
+
+
+def test_a_budget_stays_within_the_servers_context() -> None:
+    """The smaller of both counts, and the rest of the budget is as it was."""
+    budget = Budget(max_turns=3, max_context_tokens=100)
+    assert budget.within(None) is budget
+    assert budget.within(100) is budget
+    assert budget.within(40) == Budget(max_turns=3, max_context_tokens=40)
+    assert budget.within(40).next_segment(start(40)) is TruncationCause.CONTEXT
 
 
 def test_a_segment_bounds_one_request_and_not_the_turn() -> None:

@@ -6,7 +6,9 @@ import re
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import aiohttp
 import anyio
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ def _request(key: int) -> SegmentRequest:
 
 
 async def test_hundreds_of_cancelled_requests_leave_nothing_behind() -> None:
-    """All are in flight at once, all are aborted on the server, and the connections after them are sound."""
+    """All are in flight, all are aborted on the server, and the connections after them are sound (FAILURES.md 20)."""
     app = ScriptedServer()
     app.fault("/generate", *[Fault(hold=True)] * 300)
     async with _served(app) as (sampler, _):
@@ -61,15 +63,41 @@ async def test_hundreds_of_cancelled_requests_leave_nothing_behind() -> None:
 
 
 async def test_connections_that_the_server_closed_cost_no_request() -> None:
-    """The client may write into a connection before it learns that the server has closed it."""
+    """The client may write into one before it learns of that; the server is not blamed (FAILURES.md 53)."""
     app = ScriptedServer()
     async with _served(app) as (sampler, server):
+        sampler.events.subscribe(lambda event: pytest.fail(f"{event}"))
         for key in range(20):
             await sampler.sample(_request(key))
             for connection in list(server.server_state.connections):
                 assert connection.transport is not None
                 connection.transport.close()
     assert len(app.generated) == 20
+
+
+async def test_connections_are_opened_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of requests at once are all in flight soon, without a wall of connects (FAILURES.md 52)."""
+    connecting = most = 0
+    connect = aiohttp.TCPConnector._create_direct_connection
+
+    async def counted(connector: aiohttp.TCPConnector, *args: Any, **options: Any) -> Any:
+        nonlocal connecting, most
+        connecting += 1
+        most = max(most, connecting)
+        try:
+            return await connect(connector, *args, **options)
+        finally:
+            connecting -= 1
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "_create_direct_connection", counted)
+    app = ScriptedServer()
+    app.fault("/generate", *[Fault(hold=True)] * 500)
+    async with _served(app) as (sampler, _), anyio.create_task_group() as tasks:
+        for key in range(500):
+            tasks.start_soon(sampler.sample, _request(key))
+        await app.wait_until(lambda: app.in_flight == 500)
+        app.release()
+    assert 1 < most <= 128
 
 
 async def test_a_connection_cut_within_the_answer_is_tried_again() -> None:
@@ -83,7 +111,7 @@ async def test_a_connection_cut_within_the_answer_is_tried_again() -> None:
 
 
 def test_too_few_open_files_are_told_with_the_number_that_is_needed() -> None:
-    """More requests than file descriptors would fail one by one much later."""
+    """More requests than file descriptors would fail one by one much later (FAILURES.md 52)."""
     require_open_files(1)
     with pytest.raises(ConfigError, match=re.escape("raise the limit to at least 1000000256")):
         require_open_files(10**9)
