@@ -211,6 +211,8 @@ class _Training:
             bounded=plan.stale_policy == "wait",
             split_size=plan.group_size if plan.completion.stragglers == "carry_over" else None,
         )
+        self.first_drop: BaseException | None = None
+        # Why the first dropped group failed.
         self.recorder = MetricsRecorder(started=anyio.current_time())
         self.checkpoints = checkpoints
         state = RunState() if checkpoints is None else checkpoints.state
@@ -254,6 +256,7 @@ class _Training:
                         await consumer.wanted()
                         step = await self._step(n, staged)
                         if step is None:
+                            self._require_a_step(n)
                             break  # the rows that were left failed
                         await consumer.give(step)
                     await self.clock.wait_published(self.clock.committed)
@@ -265,6 +268,11 @@ class _Training:
             self.ledger.close()
             for end in unsubscribe:
                 end()
+
+    def _require_a_step(self, n: int) -> None:
+        """A run whose rows all failed has nothing to show but why."""
+        if n == 1 and self.first_drop is not None:
+            raise self.first_drop
 
     def _warn(self) -> None:
         """Say once what the chosen rules can lose."""
@@ -304,6 +312,7 @@ class _Training:
         if isinstance(finished, Group):
             self.batches.put(finished)
             return
+        self.first_drop = self.first_drop or finished.error
         self.batches.drop(group)
         self.capture.dropped.append(group)
         self.events.emit(finished.event())

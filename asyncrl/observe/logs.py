@@ -19,6 +19,8 @@ from asyncrl.events import (
     BarrierOpened,
     EvaluationFinished,
     Event,
+    GroupDropped,
+    GroupRerolled,
     MemberFailed,
     Notice,
     StepFinished,
@@ -88,6 +90,10 @@ class LogLines:
                     attempt=event.attempt,
                     error=event.error,
                 )
+            case GroupRerolled():
+                self._logger.warning("group_rerolled", group=event.group, error=event.error)
+            case GroupDropped():
+                self._logger.warning("group_dropped", group=event.group, reason=event.reason, error=event.error)
             case Notice():
                 self._logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.keys)
 

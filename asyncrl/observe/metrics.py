@@ -17,6 +17,8 @@ from asyncrl.events import (
     BarrierOpened,
     ChunkTrained,
     Event,
+    GroupDropped,
+    GroupRerolled,
     MemberDiscarded,
     MemberFailed,
     SegmentSampled,
@@ -70,7 +72,7 @@ class MetricsRecorder:
             case VersionPublished():
                 self._add("publication/seconds", event.seconds)
                 self._add("publication/versions", 1)
-            case MemberFailed() | MemberDiscarded():
+            case MemberFailed() | MemberDiscarded() | GroupDropped() | GroupRerolled():
                 self.waste(event.generated_tokens)
 
     def sums(self) -> dict[str, float]:

@@ -16,7 +16,9 @@ from asyncrl.events import (
     Event,
     Events,
     GroupBorn,
+    GroupDropped,
     GroupFinished,
+    GroupRerolled,
     SegmentSampled,
     StepFinished,
     VersionPublished,
@@ -30,18 +32,22 @@ class ProgressState:
 
     def __init__(self) -> None:
         self.step = 0
-        self.running = 0
-        """Groups that sample or wait on tools."""
+        self._born: set[int] = set()
         self._tokens = 0
         self._words = "starting"
+
+    @property
+    def running(self) -> int:
+        """Groups that sample or wait on tools."""
+        return len(self._born)
 
     def observe(self, event: Event) -> None:
         """Take note of ``event``."""
         match event:
-            case GroupBorn():
-                self.running += 1
-            case GroupFinished():
-                self.running -= 1
+            case GroupBorn(group=group):
+                self._born.add(group)
+            case GroupFinished(group=group) | GroupRerolled(group=group) | GroupDropped(group=group):
+                self._born.discard(group)
             case SegmentSampled():
                 self._tokens += event.tokens
             case StepFinished():
