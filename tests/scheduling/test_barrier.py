@@ -65,6 +65,8 @@ class _Owners:
             "commit": self.training,
             "settle without a version": self.training,
             "publish": self.unpublished,
+            "renew": self.running,
+            "drop": [*self.unborn, *self.running],
         }
         return [name for name, able in possible.items() if able]
 
@@ -83,6 +85,10 @@ class _Owners:
                 self.settle(signal=name == "commit")
             case "publish":
                 self.publish()
+            case "renew":
+                self.renew(draw.choice(sorted(self.running)))
+            case "drop":
+                self.drop(draw.choice([*self.unborn, *self.running]))
         self.admit()
 
     def admit(self) -> None:
@@ -129,6 +135,19 @@ class _Owners:
         version = self.unpublished.pop(0)
         self.clock.publish(version)
         self.admission.published(version)
+
+    def renew(self, group: int) -> None:
+        """It starts afresh, and is born when it samples again."""
+        del self.running[group]
+        self.unborn.append(group)
+        self.batches.renew(group)
+        assert self.admission.due(group) is None
+
+    def drop(self, group: int) -> None:
+        """It failed; its slot is free at once."""
+        if self.running.pop(group, None) is None:
+            self.unborn.remove(group)
+        self.batches.drop(group)
 
     def allowed(self) -> set[tuple[int, ...]]:
         """The due steps of each batch that may go. In admission order there is one candidate: the P oldest."""
@@ -185,7 +204,8 @@ class _Owners:
 def test_the_barrier_opens_exactly_when_some_batch_may_go(
     max_staleness: int, groups_per_step: int, order: BatchOrder, schedule: Schedule, seed: int
 ) -> None:
-    """Births at lagging versions, ends, commits, publications in any order; every ready subset is tried in each state.
+    """Births at lagging versions, ends, commits, publications, failed groups that start afresh or are dropped, in any
+    order; every ready subset is tried in each state.
 
     In the end, and so from any state, the run goes on: whenever all running groups have ended the barrier opens.
     """
@@ -193,7 +213,8 @@ def test_the_barrier_opens_exactly_when_some_batch_may_go(
     owners.admit()
     draw = random.Random(seed)
     # Some walks hardly publish, some train whatever there is at once, some have everything born long before.
-    weights = defaultdict(lambda: draw.choice([1, 5, 25]), {"settle without a version": 1, "end slow": 0.2})
+    rare = {"settle without a version": 1, "end slow": 0.2, "renew": 0.3, "drop": 0.3}
+    weights = defaultdict(lambda: draw.choice([1, 5, 25]), rare)
     weights["publish"] = draw.choice([0.1, 1, 10])
     for _ in range(80):
         moves = owners.moves()
