@@ -277,5 +277,8 @@ def _own_address(urls: Sequence[str]) -> str:
     parts = urlsplit(away)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # No packet is sent: this only asks which of our addresses leads there.
-        probe.connect((parts.hostname, parts.port or 80))
+        try:
+            probe.connect((parts.hostname, parts.port or 80))
+        except OSError as error:
+            raise OSError(f"no address of ours leads to {away}: {error}") from error
         return str(probe.getsockname()[0])

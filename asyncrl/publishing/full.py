@@ -173,9 +173,9 @@ async def replace_weights(
         found = await server.weight_label()
         if found != label:
             raise ProtocolError(f"{server.url} holds weights {found!r} after an update to {label!r}")
-    except BaseException:
+    except BaseException as error:
         # The weights may be half replaced: no request may go on under them, so this comes before continue_.
-        sampler.quarantine(server.url, f"its update to version {label} failed")
+        sampler.quarantine(server.url, f"its update to version {label} failed: {error!r}")
         with anyio.CancelScope(shield=True), suppress(SamplingError):
             await server.continue_()
         raise
