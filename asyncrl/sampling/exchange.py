@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ import httpx
 import numpy as np
 import orjson
 
-from asyncrl.errors import ProtocolError, RequestRefused, SamplingError
+from asyncrl.errors import ConfigError, ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.aborts import Aborts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
@@ -22,7 +23,7 @@ from asyncrl.sampling.transport import TRANSPORT_ERRORS, unanswered
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
-__all__ = ["Exchange", "Place", "Router"]
+__all__ = ["Exchange", "Front", "Place", "Router"]
 
 _CANCELLED_ABORT_S = 5.0
 
@@ -163,6 +164,27 @@ class Exchange:
         if len(ids) and (ids.min() < 0 or (top is not None and ids.max() >= top)):
             bad = next(int(token) for token in ids if token < 0 or (top is not None and token >= top))
             raise RequestRefused(f"token id {bad} is outside of the vocabulary of {top or 'any'} ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """The router that requests go through."""
+
+    router: Router
+    pool: Pool
+    exchange: Exchange
+
+    async def sample(self, request: SegmentRequest) -> Segment:
+        """Once: which server a request ran on is the router's secret, and so is the choice of another one."""
+        if request.replica:
+            raise ConfigError(
+                "sampler.router is set, but requests are pinned to servers of one version, which a router cannot know: "
+                "leave the router out"
+            )
+        outcome = await self.exchange.ask(self.router, request)
+        if isinstance(outcome, Segment):
+            return outcome
+        raise ServerUnavailable(f"{self.router.url}: {outcome}")
 
 
 async def _lost_adapter(place: Place, adapter: str | None) -> bool:

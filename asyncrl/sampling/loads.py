@@ -88,9 +88,9 @@ def parse_load(reply: Mapping[str, Any]) -> Load:
 
 
 class LoadMonitor:
-    """Adapts the limits of the servers of ``pool``. ``control(url)`` reaches one."""
+    """Adapts the limits of the servers of ``pool``. ``control(url)`` reaches one, if it was not removed meanwhile."""
 
-    def __init__(self, pool: Pool, control: Callable[[str], ServerControl], notice: Notify) -> None:
+    def __init__(self, pool: Pool, control: Callable[[str], ServerControl | None], notice: Notify) -> None:
         self._pool = pool
         self._control = control
         self._notice = notice
@@ -107,10 +107,12 @@ class LoadMonitor:
 
     async def look(self, url: str) -> None:
         """Ask one server and adapt its limit. One that cannot tell keeps its limit, and that is noticed once."""
-        load = None
+        server, load = self._control(url), None
+        if server is None:
+            return
         with anyio.move_on_after(_LATE_S):
             try:
-                load = parse_load(await self._control(url).loads())
+                load = parse_load(await server.loads())
             except SamplingError as error:
                 if url not in self._silent:
                     self._silent.add(url)

@@ -25,7 +25,7 @@ from asyncrl.publishing.probe import model_vocab_size
 from asyncrl.sampling.aborts import Aborts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.exchange import Exchange, Router
+from asyncrl.sampling.exchange import Exchange, Front, Router
 from asyncrl.sampling.loads import LoadMonitor
 from asyncrl.sampling.pool import Pool, Running, ServerState
 from asyncrl.sampling.recovery import BackOff, Recovery, Restore, described
@@ -50,27 +50,6 @@ class Timeouts:
     """For some server to come back, when none takes requests."""
     publication_s: float = 300.0
     """For one server to take a version, or to give up an adapter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Front:
-    """The router that requests go through."""
-
-    router: Router
-    pool: Pool
-    exchange: Exchange
-
-    async def sample(self, request: SegmentRequest) -> Segment:
-        """Once: which server a request ran on is the router's secret, and so is the choice of another one."""
-        if request.replica:
-            raise ConfigError(
-                "sampler.router is set, but requests are pinned to servers of one version, which a router cannot know: "
-                "leave the router out"
-            )
-        outcome = await self.exchange.ask(self.router, request)
-        if isinstance(outcome, Segment):
-            return outcome
-        raise ServerUnavailable(f"{self.router.url}: {outcome}")
 
 
 class SGLang:
@@ -122,7 +101,7 @@ class SGLang:
         self._allow_version = allow_version
         self._back_off = BackOff(seed)
         self._restore: Restore = _require_nothing
-        self._front: _Front | None = None
+        self._front: Front | None = None
         self._servers: dict[str, ServerControl] = {}
         self._contexts: dict[str, int | None] = {}
         self._client: Client
@@ -359,8 +338,8 @@ class SGLang:
         if self._router_url is not None:
             pool = Pool([self._router_url])
             router = Router(self._control(self._router_url), self._servers.values)
-            self._front = _Front(router=router, pool=pool, exchange=self._make_exchange(pool))
-        self._tasks.start_soon(LoadMonitor(self._pool, self._servers.__getitem__, self.notice).run)
+            self._front = Front(router=router, pool=pool, exchange=self._make_exchange(pool))
+        self._tasks.start_soon(LoadMonitor(self._pool, self._servers.get, self.notice).run)
         if isinstance(self._source, ChangingSource):
             self._tasks.start_soon(follow, self._source, self)
 
@@ -369,6 +348,7 @@ class SGLang:
             pool,
             Aborts(pool, self.spawn, self.notice),
             suspect=self.suspect,
+            # Behind a router it may be any of them.
             context_of=lambda url: self._contexts.get(url, self.context_tokens),
             in_place=lambda: self.in_place_updates,
             vocab_size=self.vocab_size,

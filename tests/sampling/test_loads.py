@@ -12,7 +12,7 @@ from asyncrl.events import Notice
 from asyncrl.sampling.loads import Load, adapt, parse_load
 from asyncrl.sampling.pool import UNLIMITED
 from asyncrl.testing.server import Fault, ScriptedLimits
-from tests.sampling.clients import URL, make_request, open_client, scripted
+from tests.sampling.clients import OTHER, URL, make_request, open_client, scripted
 
 LOADS = st.builds(
     Load, running=st.integers(0, 500), waiting=st.integers(0, 5000), kv_usage=st.none() | st.floats(0.0, 1.0)
@@ -111,6 +111,33 @@ async def test_a_server_that_cannot_tell_its_load_keeps_its_limit_and_is_told_on
         sampler.on_capacity(capacities.append)
     assert names == ["server_load_unknown"]
     assert capacities == [UNLIMITED]
+
+
+@pytest.mark.virtual_clock
+async def test_a_server_that_is_late_with_its_load_gets_fewer_requests() -> None:
+    """Whatever keeps it from answering keeps it from sampling too."""
+    one = scripted(seconds=lambda call: 20.0)
+    one.fault("/v1/loads", *[Fault(hold=True)] * 100)
+    async with open_client({URL: one}) as sampler, anyio.create_task_group() as tasks:
+        for key in range(16):
+            tasks.start_soon(sampler.sample, make_request(str(key)))
+        await anyio.sleep(8)
+        assert sampler._pool.limit(URL) == 12
+
+
+@pytest.mark.virtual_clock
+async def test_a_server_may_be_removed_while_it_is_asked() -> None:
+    """The look ends without a word."""
+    one, two = scripted(seconds=lambda call: 20.0), scripted(seconds=lambda call: 20.0)
+    for server in (one, two):
+        server.fault("/v1/loads", Fault(hold=True))
+    async with open_client({URL: one, OTHER: two}) as sampler, anyio.create_task_group() as tasks:
+        for key in range(16):
+            tasks.start_soon(sampler.sample, make_request(str(key)))
+        await anyio.sleep(3)
+        sampler.remove(URL, now=True)
+        await anyio.sleep(10)
+        assert sampler.urls == [OTHER]
 
 
 @pytest.mark.virtual_clock
