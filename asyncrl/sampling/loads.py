@@ -46,6 +46,16 @@ class Load:
     waiting: int
     kv_usage: float | None = None
     """Share of the KV memory that running requests take; None if the server does not tell."""
+    most_running: int | None = None
+    """Requests that it runs at once if memory allows; None if it does not tell."""
+
+    @property
+    def has_room(self) -> bool:
+        """What waits will run as soon as it was prefilled, or when a pause is over: the queue is no overload."""
+        if self.running == 0:
+            return True
+        roomy = self.kv_usage is None or self.kv_usage < _ROOMY
+        return roomy and self.most_running is not None and self.running * 10 < self.most_running * 9
 
 
 def adapt(limit: int, ours: int, load: Load | None) -> int:
@@ -64,7 +74,7 @@ def adapt(limit: int, ours: int, load: Load | None) -> int:
         wanted = min(ours * 7 // 8, ours - load.waiting // 2)
     else:
         excess = load.waiting - max(_FEWEST_QUEUED, load.running // _QUEUED_SHARE)
-        if excess <= 0:
+        if excess <= 0 or load.has_room:
             roomy = load.kv_usage is None or load.kv_usage < _ROOMY
             grows = load.waiting == 0 and roomy and ours * 10 >= limit * 9
             return min(limit + _GROWTH, UNLIMITED) if grows else limit
@@ -82,6 +92,8 @@ def parse_load(reply: Mapping[str, Any]) -> Load:
             running=sum(int(rank["num_running_reqs"]) for rank in ranks),
             waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
             kv_usage=max(usages, default=None),
+            # Zero, from ranks that do not tell, is no number of requests.
+            most_running=sum(int(rank.get("max_running_requests") or 0) for rank in ranks) or None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"the reply is not one of loads ({error!r}): {str(reply)[:500]}") from error

@@ -137,6 +137,20 @@ async def test_a_server_that_is_removed_on_its_way_back_stays_away() -> None:
         assert sampler.urls == [OTHER]
 
 
+async def test_a_server_that_is_removed_at_the_end_of_its_restoration_does_not_return() -> None:
+    """Nothing can be interrupted there any more, and still it is not wanted."""
+    async with open_client({URL: scripted(), OTHER: scripted()}) as sampler:
+
+        async def restore(control: ServerControl) -> None:
+            sampler.remove(control.url)
+
+        sampler.restore_with(restore)
+        sampler.suspect(URL, "test")
+        await anyio.sleep(60)
+        assert sampler.urls == [OTHER]
+        assert [control.url for control in sampler.live] == [OTHER]
+
+
 class _Changing:
     """A source that says what it is told to, every ten seconds."""
 

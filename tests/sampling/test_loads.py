@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
 from asyncrl.events import Notice
-from asyncrl.sampling.loads import Load, adapt, parse_load
-from asyncrl.sampling.pool import UNLIMITED
+from asyncrl.sampling.loads import Load, LoadMonitor, adapt, parse_load
+from asyncrl.sampling.pool import UNLIMITED, Pool
 from asyncrl.testing.server import Fault, ScriptedLimits
 from tests.sampling.clients import OTHER, URL, make_request, open_client, scripted
 
@@ -51,6 +51,15 @@ def test_full_memory_and_lateness_cut() -> None:
     assert adapt(80, 80, Load(running=80, waiting=0, kv_usage=0.9)) == 80
 
 
+def test_a_queue_before_a_server_with_room_is_no_overload() -> None:
+    """After a pause everything is prefilled anew: cutting then would idle the server after each publication."""
+    assert adapt(100, 80, Load(running=0, waiting=80)) == 100
+    assert adapt(100, 80, Load(running=20, waiting=60, kv_usage=0.2, most_running=64)) == 100
+    assert adapt(100, 80, Load(running=60, waiting=20, kv_usage=0.2, most_running=64)) == 75
+    assert adapt(100, 80, Load(running=20, waiting=60, kv_usage=0.9, most_running=64)) == 40
+    assert adapt(100, 80, Load(running=20, waiting=60)) == 40
+
+
 @given(st.integers(10, 200), st.integers(1, 600))
 def test_limits_settle_where_the_server_runs_full(most: int, offered: int) -> None:
     """A server that runs ``most`` at once ends with those and a short queue, from any offer."""
@@ -66,9 +75,10 @@ def test_loads_of_all_ranks_add_up() -> None:
     """Ranks share the requests, and the fullest memory counts."""
     ranks = [
         {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.2},
-        {"num_running_reqs": 4, "num_waiting_reqs": 0, "token_usage": 0.7},
+        {"num_running_reqs": 4, "num_waiting_reqs": 0, "token_usage": 0.7, "max_running_requests": 64},
     ]
-    assert parse_load({"loads": ranks}) == Load(running=7, waiting=1, kv_usage=0.7)
+    assert parse_load({"loads": ranks}) == Load(running=7, waiting=1, kv_usage=0.7, most_running=64)
+    assert parse_load({"loads": ranks[:1]}).most_running is None
     with pytest.raises(ProtocolError, match="num_waiting_reqs"):
         parse_load({"loads": [{"num_running_reqs": 3}]})
 
@@ -123,6 +133,15 @@ async def test_a_server_that_is_late_with_its_load_gets_fewer_requests() -> None
             tasks.start_soon(sampler.sample, make_request(str(key)))
         await anyio.sleep(8)
         assert sampler._pool.limit(URL) == 12
+
+
+async def test_a_server_that_was_removed_is_not_asked() -> None:
+    """Looks start one after the other, and a server may go in between."""
+
+    def notice(name: str, *, level: str = "warning", **keys: object) -> None:
+        pytest.fail(name)
+
+    await LoadMonitor(Pool([URL]), lambda url: None, notice).look(URL)
 
 
 @pytest.mark.virtual_clock
