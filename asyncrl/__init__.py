@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.running import run
     from asyncrl.sampling.sglang import SGLang
     from asyncrl.sampling.sglangcommand import SGLangOptions
+    from asyncrl.sampling.sources import DnsSource, FileSource
     from asyncrl.scheduling.rules import ForwardBackwardBatch, GroupCompletion, KVCache, Schedule, Truncation
     from asyncrl.trainer import AsyncTrainer
     from asyncrl.types import Step, Trajectory
@@ -41,9 +42,11 @@ __all__ = [
     "Budget",
     "Checkpointing",
     "DecoupledPPO",
+    "DnsSource",
     "Env",
     "Evaluator",
     "Failures",
+    "FileSource",
     "ForwardBackwardBatch",
     "GroupCentered",
     "GroupCompletion",
@@ -87,6 +90,7 @@ _MODULES = {
     "asyncrl.running": ("run",),
     "asyncrl.sampling.sglang": ("SGLang",),
     "asyncrl.sampling.sglangcommand": ("SGLangOptions",),
+    "asyncrl.sampling.sources": ("DnsSource", "FileSource"),
     "asyncrl.scheduling.rules": ("ForwardBackwardBatch", "GroupCompletion", "KVCache", "Schedule", "Truncation"),
     "asyncrl.trainer": ("AsyncTrainer",),
     "asyncrl.types": ("Step", "Trajectory"),
