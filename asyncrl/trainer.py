@@ -314,8 +314,9 @@ class _Training:
             return
         self.first_drop = self.first_drop or finished.error
         self.batches.drop(group)
-        self.capture.dropped.append(group)
-        self.events.emit(finished.event())
+        event = finished.event()
+        self.capture.dropped.append((group, str(event.reason)))
+        self.events.emit(event)
 
     def _birth(self, group: int, version: int) -> None:
         due = self.admission.birth(group, version)

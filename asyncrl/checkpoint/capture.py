@@ -7,10 +7,9 @@ of trajectories that are under way: what it costs grows with the number of spans
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import anyio
 
@@ -20,11 +19,11 @@ from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.ledger import Ledger, LedgerTotals
+from asyncrl.scheduling.ledger import Ledger
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.types import Group
 
-__all__ = ["Capture", "restored_ledger", "totals_value"]
+__all__ = ["Capture", "restored_ledger"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +44,8 @@ class Capture:
     """Group -> members that committed steps have consumed, if others of it follow."""
     begun: Sequence[Group] = ()
     """Groups of the step under way."""
-    dropped: list[int] = field(default_factory=list)
-    """Groups that were given up since the last commit."""
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    """Groups that were given up since the last commit, and why."""
 
     def commit(self, n: int, groups: Sequence[Group], dropped: int) -> None:
         """Step ``n`` was committed, with these groups, and with the first ``dropped`` of those that were given up."""
@@ -78,7 +77,7 @@ class Capture:
             version=self.clock.committed,
             admitted=self.admission.admitted,
             dropped=self.admission.dropped,
-            totals=totals_value(self.ledger.totals),
+            totals=copy.deepcopy(self.ledger.totals),
             groups=groups,
             sums=self.recorder.sums(),
             rollout_keys=tuple(self.rollout_keys),
@@ -107,21 +106,11 @@ class Capture:
 
 
 def _copied(progress: GroupProgress, now: float) -> GroupProgress:
-    copy = progress.copied(now)
-    copy.active = {member: frozen(traj) for member, traj in copy.active.items()}
-    return copy
-
-
-def totals_value(totals: LedgerTotals) -> dict[str, Any]:
-    """The ledger's sums as plain values."""
-    return asdict(totals)
+    taken = progress.copied(now)
+    taken.active = {member: frozen(traj) for member, traj in taken.active.items()}
+    return taken
 
 
 def restored_ledger(state: RunState) -> Ledger:
     """The ledger of the run that ``state`` is in the middle of."""
-    values = dict(state.totals)
-    for name in ("dropped", "dropped_members"):
-        values[name] = Counter(values.get(name, {}))
-    values["admitted"] = state.admitted
-    totals = LedgerTotals(**values)
-    return Ledger(totals=totals, open={group.index: group.is_finished for group in state.groups.values()})
+    return Ledger(totals=state.totals, open={group.index: group.is_finished for group in state.groups.values()})

@@ -26,7 +26,7 @@ from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 __all__ = ["Consumed", "Journal", "JournalEntry"]
 
 _FORMAT = "1"
-_HEAD = ("n", "version", "admitted", "dropped", "totals", "loss", "divisor")
+_HEAD = ("n", "version", "admitted", "dropped", "trained_members", "dropped_members", "loss", "divisor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,11 @@ class JournalEntry:
     admitted: int
     """Groups admitted by then."""
     consumed: tuple[Consumed, ...]
-    dropped: tuple[int, ...] = ()
-    """Groups that were given up since the step before."""
-    totals: Mapping[str, Any] = field(default_factory=dict)
-    """What the ledger sums up with this step."""
+    dropped: tuple[tuple[int, str], ...] = ()
+    """Groups that were given up since the step before, and their ``DropReason``."""
+    trained_members: int = 0
+    dropped_members: Mapping[str, int] = field(default_factory=dict)
+    """``DropReason`` -> the other members of the batch."""
     loss: str = ""
     """Its name and options, for a reader: a resumed run has the same one."""
     divisor: float = 1.0
@@ -153,7 +154,7 @@ def _decode(path: Path, *, sequences: bool) -> JournalEntry:
     ends = np.cumsum([0, *sizes]).tolist()
     chunks = [every[start:end] for start, end in pairwise(ends)]
     return JournalEntry(
-        **{**head, "dropped": tuple(head["dropped"])},
+        **{**head, "dropped": tuple((group, reason) for group, reason in head["dropped"])},
         consumed=consumed,
         settings=None if settings is None else OptimizerSettings(**settings),
         chunks=chunks,

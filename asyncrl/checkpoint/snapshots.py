@@ -21,12 +21,14 @@ from asyncrl.checkpoint.tokens import TokenReader, TokenStore
 from asyncrl.checkpoint.values import dumps, read_trajectory, trajectory_head
 from asyncrl.errors import CheckpointError, EnvironmentFailure
 from asyncrl.rollout.progress import GroupProgress
+from asyncrl.scheduling.ledger import LedgerTotals
 from asyncrl.types import Group, Row, Trajectory
 
 __all__ = ["Snapshots"]
 
 _FORMAT = 1
 _KEPT = 2
+_COUNTERS = ("dropped", "dropped_members")
 _PART = ("index", "seconds", "closed_by_deadline", "final", "last_member")
 _PROGRESS = ("rerolls", "rewarded", "passed", "parted", "seconds")
 _HEADER = tuple(field.name for field in fields(RunState) if field.name != "groups")
@@ -82,6 +84,7 @@ class Snapshots:
 
     def _lines(self, state: RunState) -> Iterator[bytes]:
         header = {"format": _FORMAT, **{name: getattr(state, name) for name in _HEADER}}
+        header["totals"] = _plain_totals(state.totals)
         yield dumps(header, "the state of the run") + b"\n"
         for group in state.groups.values():
             yield self._line(group) + b"\n"
@@ -122,6 +125,7 @@ class Snapshots:
             if header.pop("format") != _FORMAT or end != {"end": len(groups)}:
                 raise CheckpointError(f"{path} is of another format, or not complete")
             header["rollout_keys"] = tuple(header["rollout_keys"])
+            header["totals"] = _read_totals(header["totals"])
             reader = _Reader(TokenReader(self._folder), self._tokens, row)
             return RunState(**header, groups={group["index"]: reader.group(group) for group in groups}), reader.shards
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -184,6 +188,16 @@ class _Reader:
         self._store.adopt(traj, span_places, message_places)
         self.shards.update(place[0] for place in (*span_places, *message_places))
         return traj
+
+
+def _plain_totals(totals: LedgerTotals) -> dict[str, Any]:
+    # asdict would make a counter of pairs.
+    values = {field.name: getattr(totals, field.name) for field in fields(totals)}
+    return values | {name: {str(key): count for key, count in values[name].items()} for name in _COUNTERS}
+
+
+def _read_totals(values: dict[str, Any]) -> LedgerTotals:
+    return LedgerTotals(**{**values, **{name: Counter(values[name]) for name in _COUNTERS}})
 
 
 def _text(error: BaseException) -> str:

@@ -6,13 +6,12 @@ after it give the state at the last commit; ``RunState.apply`` is the rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from asyncrl.checkpoint.journal import JournalEntry
 from asyncrl.errors import CheckpointError
 from asyncrl.rollout.progress import GroupProgress
+from asyncrl.scheduling.ledger import LedgerTotals
 from asyncrl.types import Group
 
 __all__ = ["GroupState", "RunState"]
@@ -62,8 +61,7 @@ class RunState:
     admitted: int = 0
     dropped: int = 0
     """Groups of them that were given up."""
-    totals: Mapping[str, Any] = field(default_factory=dict)
-    """What the ledger has summed up (``scheduling/ledger.py``); empty before anything happened."""
+    totals: LedgerTotals = field(default_factory=LedgerTotals)
     groups: dict[int, GroupState] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     """What the metrics have summed up since step ``n``."""
@@ -87,6 +85,11 @@ class RunState:
                 del self.groups[consumed.group]
             else:
                 self.groups[consumed.group].lose(set(consumed.members))
-        for group in entry.dropped:
-            self.dropped += self.groups.pop(group, None) is not None
-        self.totals = {**entry.totals, "admitted": self.admitted}
+            self.totals.consumed += consumed.final
+        self.totals.trained_members += entry.trained_members
+        self.totals.dropped_members.update(entry.dropped_members)
+        for group, reason in entry.dropped:
+            if self.groups.pop(group, None) is not None:  # else it was gone when the state was saved
+                self.dropped += 1
+                self.totals.dropped[reason] += 1
+        self.totals.admitted = self.admitted

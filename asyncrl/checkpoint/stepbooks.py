@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from asyncrl.checkpoint.capture import Capture, totals_value
+from asyncrl.checkpoint.capture import Capture
 from asyncrl.checkpoint.journal import Consumed, JournalEntry
 from asyncrl.checkpoint.keeper import Checkpoints
 from asyncrl.events import GroupConsumed
@@ -43,9 +43,6 @@ class StepBooks:
         settings: OptimizerSettings | None,
     ) -> AsyncGenerator[None, None]:
         """The block takes step ``n`` of the optimizer, or none without ``settings``; see ``Checkpoints.step``."""
-        totals = copy.deepcopy(self._capture.ledger.totals)
-        for event in consumed:
-            totals.consume(event)
         self._dropped = len(self._capture.dropped)
         entry = JournalEntry(
             n=n,
@@ -56,7 +53,8 @@ class StepBooks:
                 for group in self._capture.begun
             ),
             dropped=tuple(self._capture.dropped),
-            totals=totals_value(totals),
+            trained_members=sum(event.trained for event in consumed),
+            dropped_members=sum((Counter(event.dropped) for event in consumed), Counter()),
             loss=repr(self._loss),
             divisor=divisor if settings is not None else 1.0,
             settings=settings,

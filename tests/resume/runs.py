@@ -61,9 +61,9 @@ def _number(request: SegmentRequest) -> int:
 
 
 def _tokens(request: SegmentRequest) -> list[int]:
-    """Depend on the trajectory, the position and the version, and on nothing else."""
+    """Depend on the trajectory, the position and the version, and on nothing else; each says its version."""
     draw = random.Random(_number(request))
-    return [256 + draw.randrange(1000) for _ in range(draw.randrange(1, 5))] + [END]
+    return [256 + request.version * 1000 + draw.randrange(1000) for _ in range(draw.randrange(1, 5))] + [END]
 
 
 class Chat(rl.Env):

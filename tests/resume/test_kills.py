@@ -1,0 +1,184 @@
+"""A run that is killed anywhere, resumed, and killed again: nothing is lost and nothing happens twice."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl as rl
+from asyncrl.checkpoint.journal import Journal
+from tests.resume.runs import Life, Plan, entries, image
+
+SYNCHRONOUS = Plan(steps=3, weights_every=2)
+ASYNCHRONOUS = Plan(steps=4, max_staleness=1, weights_every=100, trainer={}, flat_rows=frozenset({2}))
+
+
+@pytest.fixture
+def whole_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose entries are not needed any more stay, so that all of them can be looked at in the end."""
+    monkeypatch.setattr(Journal, "forget", lambda self, n: None)
+
+
+@contextmanager
+def _killed_before_each_write(directory: Path, images: Path) -> Iterator[list[Path]]:
+    """Keep what a process leaves that is killed just before it flushes, renames or removes something."""
+    kept: list[Path] = []
+
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            kept.append(image(directory, images / f"{len(kept):04d}"))
+            return original(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        # What is flushed is in the copy already, and a disk need not be waited for.
+        patch.setattr(os, "fsync", watch(lambda descriptor: None))
+        for name in ("rename", "unlink"):
+            patch.setattr(os, name, watch(getattr(os, name)))
+        yield kept
+    kept.append(image(directory, images / f"{len(kept):04d}"))
+
+
+def _images(plan: Plan, folder: Path) -> tuple[Life, list[Path]]:
+    life = Life(plan, folder / "run")
+    with _killed_before_each_write(folder / "run", folder / "images") as images:
+        life.play()
+    return life, images
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovery", ["stateless", "snapshot", "drop"])
+def test_a_kill_before_any_write_changes_no_parameter(tmp_path: Path, recovery: str) -> None:
+    """Half a journal entry, half a snapshot, half saved weights: whatever is left gives the same run to the last bit
+    (FAILURES.md 62)."""
+    plan = Plan(steps=3, weights_every=2, recovery=recovery)
+    whole, images = _images(plan, tmp_path)
+    assert len(images) > 60
+    for directory in images[:: 1 if recovery == "stateless" else 3]:
+        life = Life(plan, directory)
+        life.play()
+        assert life.learner.version == plan.steps
+        assert life.learner.parameters == whole.learner.parameters, directory
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_journal")
+def test_a_kill_before_any_write_loses_and_repeats_no_row(tmp_path: Path) -> None:
+    """With a bound of 1 the schedule differs after a resume, but each group is still consumed once."""
+    whole, images = _images(ASYNCHRONOUS, tmp_path)
+    for directory in images:
+        life = Life(ASYNCHRONOUS, directory)
+        life.play()
+        journal = entries(directory)
+        assert [entry.n for entry in journal] == list(range(1, ASYNCHRONOUS.steps + 1))
+        consumed = Counter(consumed.group for entry in journal for consumed in entry.consumed)
+        assert set(consumed.values()) == {1}
+        assert sum(consumed.values()) == ASYNCHRONOUS.steps * ASYNCHRONOUS.groups_per_step
+        _assert_ages(life)
+    assert whole.learner.version >= ASYNCHRONOUS.steps - 1
+
+
+def _assert_ages(life: Life) -> None:
+    """By the versions that the sampled tokens spell and the learner's own count, which resuming has to restore."""
+    first = life.learner.version - len(life.learner.batches)
+    for version, batch in enumerate(life.learner.batches, start=first):
+        for sequence in batch:
+            sampled = {(int(token) - 256) // 1000 for token in sequence.tokens[sequence.mask] if token >= 256}
+            assert all(0 <= version - old <= life.plan.max_staleness for old in sampled)
+
+
+def _plan(seed: int, max_staleness: int) -> Plan:
+    draw = random.Random(seed)
+    newest = {"sampling_policy": "segment", "kv_cache": rl.KVCache(on_limit="refill", allow_reprefill=True)}
+    policy: dict[str, Any] = draw.choice([{}, newest]) if max_staleness else {}
+    return Plan(
+        steps=max_staleness + draw.choice([2, 3, 4]),
+        groups_per_step=draw.choice([1, 2, 3]),
+        max_staleness=max_staleness,
+        turns=draw.choice([1, 2, 3]),
+        recovery=draw.choice(["stateless", "snapshot", "drop"]),
+        weights_every=100,
+        rollout_every=draw.choice([0.3, 0.7, 2.0]),
+        flat_rows=frozenset(draw.sample(range(7), draw.choice([0, 2]))),
+        broken_rows=frozenset(draw.sample(range(7), draw.choice([0, 0, 1]))),
+        concurrency=draw.choice([1, 3, 64]),
+        publication_s=draw.choice([0.1, 0.4, 2.0]),
+        train_s=draw.choice([0.0, 0.3, 1.0]),
+        engine=policy,
+        trainer={"batch_order": draw.choice(["completion", "admission"])},
+    )
+
+
+@contextmanager
+def _killed_once(directory: Path, copy: Path, write: int) -> Iterator[None]:
+    """Keep what is left by a kill before the write of that number, or at the end if there are not so many."""
+    left = write
+
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                image(directory, copy)
+            return original(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", watch(lambda descriptor: None))
+        for name in ("rename", "unlink"):
+            patch.setattr(os, name, watch(getattr(os, name)))
+        yield
+    if left > 0:
+        image(directory, copy)
+
+
+def _survive(plan: Plan, directory: Path, draw: random.Random) -> list[Life]:
+    """Kill, resume and stop until the run is over. A kill is a copy of the folder from some write of a life."""
+    lives: list[Life] = []
+    for attempt in range(12):
+        life = Life(plan, directory / "run")
+        kills = draw.random() < 0.5
+        with _killed_once(directory / "run", directory / "image", draw.randrange(5, 60)):
+            stopped = life.play(draw.uniform(0.2, 6.0) if attempt < 8 else None, seed=draw.randrange(1000))
+        lives.append(life)
+        if kills and attempt < 8:
+            image(directory / "image", directory / "run")
+        elif not stopped:
+            break
+    return lives
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_journal")
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(50))
+def test_a_run_survives_any_kills_and_stops(tmp_path: Path, seed: int, max_staleness: int) -> None:
+    """Random shapes, moments, task orders and recovery modes: rows exactly once, ages within the bound, the capacity
+    of one run (FAILURES.md 8, 74)."""
+    plan = _plan(seed, max_staleness)
+    lives = _survive(plan, tmp_path, random.Random(seed))
+    journal = entries(tmp_path / "run")
+    assert [entry.n for entry in journal] == list(range(1, plan.steps + 1))
+    consumed = Counter(one.group for entry in journal for one in entry.consumed)
+    dropped = {group for entry in journal for group, _ in entry.dropped}
+    assert set(consumed.values()) == {1}
+    assert sum(consumed.values()) == plan.steps * plan.groups_per_step
+    assert not dropped & consumed.keys()
+    assert all(group % 7 in plan.broken_rows for group in dropped)
+    # Nothing younger was preferred for good: what is missing below the newest is outstanding, and no more than fits.
+    missing = set(range(max(consumed))) - consumed.keys() - dropped
+    assert len(missing) <= (1 + max_staleness) * plan.groups_per_step
+    for life in lives:
+        _assert_ages(life)
+        assert life.sampler.in_flight == 0
+        assert all(env.closed == 1 for env in life.envs)
+    assert not +lives[-1].publisher.holders
