@@ -157,7 +157,8 @@ def _versions(
         # the older counts.
         label = min(request.version, _label(meta.get("weight_version")))
         return (VersionSpan(version=label, start=0, end=tokens),)
-    return _merged(_shifted(_covering(spans, tokens)) if in_place else _covering(spans, tokens))
+    covering = _covering(spans, tokens)
+    return _merged(_shifted(covering, request.version) if in_place else covering)
 
 
 def _covering(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[VersionSpan]:
@@ -175,13 +176,15 @@ def _covering(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[VersionSp
     return found
 
 
-def _shifted(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+def _shifted(spans: Sequence[VersionSpan], stamp: int) -> list[VersionSpan]:
     """The step that was under way at a switch used the old weights, but is reported as the new version's.
 
-    Version 1 for tokens 0 to 3 and version 2 for 4 to 9 becomes 1 for 0 to 4 and 2 for 5 to 9.
+    Version 1 for tokens 0 to 3 and version 2 for 4 to 9 becomes 1 for 0 to 4 and 2 for 5 to 9. That step may have been
+    the request's first: a request stamped 1 with version 2 for 0 to 9 becomes 1 for 0 and 2 for 1 to 9.
     """
-    found = list(spans[:1])
-    for before, span in pairwise(spans):
+    found: list[VersionSpan] = []
+    dispatched = VersionSpan(version=stamp, start=0, end=0)
+    for before, span in pairwise([dispatched, *spans]):
         late = span.start + (before.version < span.version)
         if late > span.start:
             found.append(VersionSpan(version=before.version, start=span.start, end=late))
