@@ -6,6 +6,7 @@ and whose keys stand neither on the command line nor in its environment. Running
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SHIM = Path(__file__).with_name("cpu_shim")
 _ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OURS = ("--api-key", "--admin-api-key", "--host", "--port", "--model-path", "--model", "--config", "--device")
+_CPU_MULTIPLE = 32
 _CPU_TOKENS = 32_768
 _CPU_REQUESTS = 64
 # Of a CPU's own choice would be half of the memory, and thousands of requests that no CPU serves at once.
@@ -130,10 +132,25 @@ class Command:
 
 
 def plan_here(options: SGLangOptions) -> Command:
-    """The command on this machine; reads the disk. Raises ``ConfigError``, also if the model is not there."""
-    if not (options.model / "config.json").is_file():
+    """The command on this machine; reads the disk. Raises ``ConfigError``, also for a model that cannot be served."""
+    path = options.model / "config.json"
+    if not path.is_file():
         raise ConfigError.for_value("model", str(options.model), "a folder with a model (there is no config.json)")
-    return plan_command(options, Machine.found())
+    machine = Machine.found()
+    command = plan_command(options, machine)
+    if options.lora and _device(options, machine, _interpreter(options, machine)) == "cpu":
+        _check_padding(json.loads(path.read_bytes()), options)
+    return command
+
+
+def _check_padding(config: Mapping[str, object], options: SGLangOptions) -> None:
+    """On a CPU SGLang rounds this size up, but not that of adapters, whose first use would then end the server."""
+    size = config.get("intermediate_size")
+    if isinstance(size, int) and size % _CPU_MULTIPLE:
+        allowed = (
+            f"a model whose intermediate_size is a multiple of {_CPU_MULTIPLE}, for adapters on a CPU: it is {size}"
+        )
+        raise ConfigError.for_value("model", str(options.model), allowed)
 
 
 def plan_command(options: SGLangOptions, machine: Machine) -> Command:

@@ -175,6 +175,19 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         plan_here(SGLangOptions(model=tmp_path))
 
 
+def test_a_model_whose_adapters_would_end_the_cpu_server_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang pads the model there and not the adapter, and dies at its first use."""
+    (tmp_path / "config.json").write_text('{"intermediate_size": 48}')
+    monkeypatch.setattr(Machine, "found", lambda: LAPTOP)
+    with pytest.raises(ConfigError, match=r"multiple of 32, for adapters on a CPU: it is 48"):
+        plan_here(SGLangOptions(model=tmp_path, lora=LoraConfig(r=4)))
+    assert plan_here(SGLangOptions(model=tmp_path))
+    monkeypatch.setattr(Machine, "found", lambda: GPU_BOX)
+    assert plan_here(SGLangOptions(model=tmp_path, lora=LoraConfig(r=4)))
+
+
 def test_several_servers_share_the_gpus() -> None:
     """Each gets its own, in order; on a CPU there is nothing to share; too few are refused."""
     two = SGLangOptions(model=MODEL, tensor_parallel=2)
