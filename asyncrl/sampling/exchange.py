@@ -26,6 +26,7 @@ from asyncrl.types import IntArray, Segment, StopReason
 __all__ = ["Exchange", "Front", "Place", "Router"]
 
 _CANCELLED_ABORT_S = 5.0
+_STALE_S = 1.0
 
 
 class Place(Protocol):
@@ -89,12 +90,14 @@ class Exchange:
 
     async def ask(self, place: Place, request: SegmentRequest) -> Segment | str:
         """The segment, or why another attempt is worth it. Raises ``RequestRefused`` and ``ProtocolError``."""
+        started = anyio.current_time()
         try:
             return await self._ask_once(place, request)
         except TRANSPORT_ERRORS as error:
-            if not unanswered(error):
+            if not unanswered(error) or anyio.current_time() > started + _STALE_S:
                 return self._lost(place, error)
-        # The server closed an idle connection just when it was used again. That says nothing about the server.
+        # The server closed an idle connection just when it was used again. That says nothing about the server; a
+        # connection that breaks later was in use, and whatever answers next may be another program.
         try:
             return await self._ask_once(place, request)
         except TRANSPORT_ERRORS as error:

@@ -90,7 +90,9 @@ def unanswered(error: BaseException) -> bool:
     cause = error.__cause__
     if isinstance(cause, aiohttp.ClientConnectorError):
         return False
-    return isinstance(cause, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    return isinstance(
+        cause, aiohttp.ServerDisconnectedError | aiohttp.ClientConnectionResetError | aiohttp.ClientOSError
+    )
 
 
 def require_open_files(requests: int) -> None:

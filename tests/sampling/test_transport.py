@@ -15,6 +15,8 @@ import pytest
 import uvicorn
 
 from asyncrl.errors import ConfigError
+from asyncrl.events import Notice
+from asyncrl.sampling import exchange
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.transport import require_open_files
@@ -73,6 +75,24 @@ async def test_connections_that_the_server_closed_cost_no_request() -> None:
                 assert connection.transport is not None
                 connection.transport.close()
     assert len(app.generated) == 20
+
+
+async def test_a_connection_that_breaks_while_the_request_runs_makes_the_server_suspect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever answers next may be another program, so it is looked at first (FAILURES.md 65)."""
+    monkeypatch.setattr(exchange, "_STALE_S", 0.0)
+    app = ScriptedServer()
+    app.fault("/generate", Fault(hold=True))
+    names: list[str] = []
+    async with _served(app) as (sampler, server), anyio.create_task_group() as tasks:
+        sampler.events.subscribe(lambda event: names.append(event.name) if isinstance(event, Notice) else None)
+        tasks.start_soon(sampler.sample, _request(1))
+        await app.wait_until(lambda: app.in_flight == 1)
+        for connection in list(server.server_state.connections):
+            assert connection.transport is not None
+            connection.transport.abort()
+    assert names == ["server_returned"]
 
 
 async def test_connections_are_opened_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
