@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import anyio
 import orjson
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -85,6 +86,7 @@ def create_app(options: ServerOptions) -> Starlette:
     routes = _Routes(options)
     return Starlette(
         lifespan=routes.lifespan,
+        exception_handlers={HTTPException: _unknown},
         routes=[
             *[Route(path, routes.guarded(handler), methods=["GET"]) for path, handler in routes.read.items()],
             *[Route(path, routes.guarded(handler), methods=["POST"]) for path, handler in routes.write.items()],
@@ -355,6 +357,12 @@ class _Routes:
 
     def _adapters(self) -> Response:
         return _json(adapters_reply(self.service.loaded_adapters()))
+
+
+async def _unknown(request: HTTPRequest, error: Exception) -> Response:
+    """Routes and methods that are not there."""
+    assert isinstance(error, HTTPException)
+    return _json({"detail": error.detail}, error.status_code)
 
 
 def _load(options: ServerOptions, worker: Worker) -> Any:
