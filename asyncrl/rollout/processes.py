@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 60.0
 _START_S = 60.0
-# For a new interpreter that imports the caller's main module. Not cancelled before: anyio would lose the process.
+# For a new interpreter that imports the function's module.
 _limiters: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.worker_processes")
 
 
@@ -75,9 +75,10 @@ def _in_process(function: Callable[P, T], timeout: float) -> Callable[P, Awaitab
         work = partial(_call, module, file, name, args, kwargs)
         async with _limiter():
             try:
-                # A process that is starting cannot be cancelled without losing it; here one is idle when this is done.
+                # Outside of the deadline: a new process imports the module first. Shielded, because a process that is
+                # starting cannot be cancelled without losing it; when this is done there is an idle one.
                 with anyio.move_on_after(_START_S, shield=True):
-                    await anyio.to_process.run_sync(_ready, limiter=anyio.CapacityLimiter(1))
+                    await anyio.to_process.run_sync(_ready, module, file, limiter=anyio.CapacityLimiter(1))
                 with Deadline(name, timeout):
                     result: T = await anyio.to_process.run_sync(
                         work, cancellable=True, limiter=anyio.CapacityLimiter(1)
@@ -100,8 +101,9 @@ def _limiter() -> anyio.CapacityLimiter:
         return limiter
 
 
-def _ready() -> None:
-    """Nothing: a worker that has done this has started."""
+def _ready(module: str, file: str | None) -> None:
+    """In the worker: a worker that has done this can call the functions of ``module``."""
+    _imported(module, file)
 
 
 def _call(module: str, file: str | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
