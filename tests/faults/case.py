@@ -36,12 +36,13 @@ from asyncrl.testing.theta import ThetaLearner
 from asyncrl.types import IntArray, Message, Row, Step, Trajectory, TruncationCause
 from tests.scheduling.books import watched
 
-__all__ = ["AGAIN", "CALL", "Audit", "Case", "HermesRenderer", "One", "ServerCase", "with_tool"]
+__all__ = ["AGAIN", "CALL", "PROBE_TOKENS", "Audit", "Case", "HermesRenderer", "One", "ServerCase", "with_tool"]
 
 T = TypeVar("T")
 
 CALL = b'<tool_call>{"name": "work", "arguments": {}}</tool_call>'
 """What a model writes that calls the tool ``work``."""
+PROBE_TOKENS = 8
 AGAIN = rl.Failures(consecutive=1000, retry_delay=0.0)
 """Failures never end the run."""
 
@@ -220,7 +221,7 @@ class ServerCase(Case):
         self.sampler = SGLang(list(servers), transport=network(servers), retries=retries)
         adapters = DiskAdapters(self.learner, directory)
         self.publisher = LoraPublisher(
-            self.learner, self.sampler, adapters, "run", probe=Probe(tokens=np.arange(8, dtype=np.int32))
+            self.learner, self.sampler, adapters, "run", probe=Probe(tokens=np.arange(PROBE_TOKENS, dtype=np.int32))
         )
         policy = rl.Policy(self.learner, sampler=self.sampler, publisher=self.publisher)
         self._compose(policy, env, engine or {}, trainer)
