@@ -93,8 +93,6 @@ def test_the_requests_of_a_server_that_dies_move_to_others(tmp_path: Path) -> No
     async def die(seconds: float) -> None:
         await anyio.sleep(seconds)
         mortal.down = True
-        for _ in range(3):
-            mortal.fault("/generate", Fault(drop=True))
         await anyio.sleep(100)
         before.append(len(mortal.generated))
         mortal.restart()
