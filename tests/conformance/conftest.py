@@ -32,7 +32,9 @@ _PREFIX = "tests/conformance/"
 @contextmanager
 def served_by_uvicorn(app: Any, lifespan: AbstractAsyncContextManager[Any]) -> Iterator[str]:
     """``app`` in a thread with a loop of its own, because the tests' loops end with them."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(256)
     server = uvicorn.Server(
         uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=5, ws="none")
     )
