@@ -106,8 +106,9 @@ def _crossed(seen: list[tuple[SegmentRequest, Segment]]) -> int:
     return sum(len(segment.versions) > 1 for _, segment in seen)
 
 
-_REFILL = {"on_limit": "refill", "allow_reprefill": True}
-_RULES = [rl.KVCache(max_staleness=1, **_REFILL), rl.KVCache(max_staleness=2, **_REFILL), rl.KVCache(max_staleness=4)]
+_REFILL_1 = rl.KVCache(max_staleness=1, on_limit="refill", allow_reprefill=True)
+_REFILL_2 = rl.KVCache(max_staleness=2, on_limit="refill", allow_reprefill=True)
+_RULES = [_REFILL_1, _REFILL_2, rl.KVCache(max_staleness=4)]
 
 
 @pytest.mark.slow
