@@ -21,6 +21,7 @@ from asyncrl.events import (
     GroupRerolled,
     MemberDiscarded,
     MemberFailed,
+    MemberResumed,
     SegmentSampled,
     VersionCommitted,
     VersionPublished,
@@ -73,6 +74,8 @@ class MetricsRecorder:
                 self._add("publication/seconds", event.seconds)
                 self._add("publication/versions", 1)
             case MemberFailed() | MemberDiscarded() | GroupDropped() | GroupRerolled():
+                self.waste(event.generated_tokens)
+            case MemberResumed(recovered=False):
                 self.waste(event.generated_tokens)
 
     def sums(self) -> dict[str, float]:
