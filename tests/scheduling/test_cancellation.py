@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Literal, TypeAlias
@@ -16,6 +16,7 @@ import pytest
 import asyncrl as rl
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.testing import VirtualClock
+from asyncrl.types import Step
 from tests.scheduling.books import watched
 from tests.scheduling.promises import assert_nothing_is_held
 from tests.scheduling.runs import NEWEST, Run, Shape
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 Way: TypeAlias = Literal["cancel the scope", "cancel the task", "leave the loop"]
 
 
-class _SteppingClock(VirtualClock):
+class SteppingClock(VirtualClock):
     """Runs one callback in each pass, any of those that could run: one task gets from one await to its next.
 
     ``strike`` is called before the pass number ``at`` after it was set.
@@ -50,10 +51,10 @@ class _SteppingClock(VirtualClock):
         ready.extendleft(later)
 
 
-async def _stopped(run: Run, way: Way) -> bool:
+async def stop_when_it_strikes(start: Callable[[], AsyncGenerator[Step, None]], steps: list[Step], way: Way) -> bool:
     """Run until the clock strikes; True if it did before the end. The caller looks at each step for a while."""
     clock, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert isinstance(clock, _SteppingClock)
+    assert isinstance(clock, SteppingClock)
     assert task is not None
     left = anyio.Event()
     with anyio.CancelScope() as scope:
@@ -64,9 +65,9 @@ async def _stopped(run: Run, way: Way) -> bool:
         }
         clock.strike = ways[way]
         try:
-            async with aclosing(run.start()) as steps:
-                async for step in steps:
-                    run.steps.append(step)
+            async with aclosing(start()) as run:
+                async for step in run:
+                    steps.append(step)
                     with anyio.move_on_after(0.8):
                         await left.wait()
                     if left.is_set():
@@ -86,7 +87,13 @@ def _stop_at(at: int, shape: Shape, way: Way) -> bool:
     """Stop a run before its ``at``-th pass and look at what is left; False if it had ended before."""
     run = Run(shape)
     with run.audited() as books, watched(OrderedSlots) as slots:
-        stopped = anyio.run(_stopped, run, way, backend_options={"loop_factory": partial(_SteppingClock, at)})
+        stopped = anyio.run(
+            stop_when_it_strikes,
+            run.start,
+            run.steps,
+            way,
+            backend_options={"loop_factory": partial(SteppingClock, at)},
+        )
         books.balance()
     assert len(run.steps) == shape.steps or stopped
     assert_nothing_is_held(run)
