@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from asyncrl.errors import ConfigError, SamplingError, StalenessError
+from asyncrl.errors import ConfigError, RequestRefused, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import is_local
@@ -196,7 +196,12 @@ class LoraPublisher:
         """True if ``server`` let go of the adapter. What it still has is tried again at the next installation."""
         try:
             with anyio.fail_after(self._sampler.timeouts.publication_s):
-                await server.unload_adapter(name)
+                try:
+                    await server.unload_adapter(name)
+                except RequestRefused:
+                    # A sweep may meet what was unloaded since it looked.
+                    if name in await server.adapters():
+                        raise
         except (SamplingError, TimeoutError) as error:
             self._sampler.notice("adapter_not_unloaded", url=server.url, adapter=name, reason=repr(error))
             return False

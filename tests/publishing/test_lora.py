@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProbeMismatch, PublicationError, StalenessError
 from asyncrl.events import Event, Notice
-from asyncrl.publishing.lora import DiskAdapters, LoraPublisher
+from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
@@ -90,7 +91,7 @@ async def test_each_version_is_a_folder_and_an_adapter_of_its_own(tmp_path: Path
 
 
 async def test_fifty_versions_leave_two_adapters_and_two_folders(tmp_path: Path) -> None:
-    """Nothing piles up on the servers or on the disk."""
+    """Nothing piles up on the servers or on the disk (FAILURES.md 67)."""
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
         for version in range(50):
@@ -103,7 +104,7 @@ async def test_fifty_versions_leave_two_adapters_and_two_folders(tmp_path: Path)
 
 
 async def test_a_held_version_stays_until_its_last_holder_is_gone(tmp_path: Path) -> None:
-    """Versions are counted out, not aged out; after the release the adapter and then its folder go."""
+    """Versions are counted out, not aged out; after the release the adapter and then its folder go (FAILURES.md 68)."""
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:
         await run.publish(0)
@@ -130,7 +131,7 @@ async def test_a_version_is_not_served_before_it_is_published(tmp_path: Path) ->
 
 
 async def test_a_folder_is_never_removed_before_the_server_let_go_of_it(tmp_path: Path) -> None:
-    """While an unload is not answered, publication goes on and the folder stays; then it goes."""
+    """While an unload is not answered, publication goes on and the folder stays; then it goes (FAILURES.md 62, 69)."""
     one = ScriptedServer()
     one.fault("/unload_lora_adapter", Fault(hold=True))
     async with _running(tmp_path, one) as run:
@@ -174,7 +175,7 @@ async def test_adapters_of_an_earlier_process_of_the_run_are_swept(tmp_path: Pat
 
 
 async def test_an_adapter_that_the_server_does_not_use_stops_the_run(tmp_path: Path) -> None:
-    """The server takes the adapter and answers with the base weights: the probe sees it, and says both values."""
+    """The server takes the adapter and answers with the base weights: the probe sees it (FAILURES.md 70)."""
     async with _running(tmp_path, ScriptedServer(), ScriptedServer(ignores_adapters=True)) as run:
         await run.publish(0)
         with pytest.raises(ProbeMismatch, match="http://two:30000 does not hold version 1"):
@@ -210,7 +211,7 @@ async def test_a_server_that_does_not_take_a_version_is_quarantined(tmp_path: Pa
 
 @pytest.mark.virtual_clock
 async def test_a_server_that_hangs_in_a_load_holds_the_publication_for_a_bounded_time(tmp_path: Path) -> None:
-    """At the deadline it is quarantined, and the version is live on the others."""
+    """At the deadline it is quarantined, and the version is live on the others (FAILURES.md 64)."""
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
         one.fault("/load_lora_adapter", Fault(hold=True))
@@ -278,3 +279,102 @@ async def test_names_that_servers_or_paths_misread_are_refused(tmp_path: Path, n
     learner, sampler = ThetaLearner(), SGLang([URL])
     with pytest.raises(ConfigError, match=r"policy\.name"):
         LoraPublisher(learner, sampler, DiskAdapters(learner, tmp_path), name, probe=PROBE)
+
+
+@asynccontextmanager
+async def _with_tensors(directory: Path, *servers: ScriptedServer) -> AsyncGenerator[Run, None]:
+    """As ``_running``, with adapters that travel in requests."""
+    run = Run(directory, dict(zip((URL, OTHER), servers, strict=False)))
+    run.publisher = LoraPublisher(run.learner, run.sampler, TensorAdapters(run.learner), "run", probe=PROBE)
+    async with run.sampler.opened():
+        yield run
+
+
+async def test_adapters_travel_in_requests_without_a_folder(tmp_path: Path) -> None:
+    """With the configuration, and a payload for each tensor-parallel rank; each version answers with its own weights."""
+    one = ScriptedServer()
+    one.fault("/server_info", *[Fault(edit=lambda reply: reply.update(tp_size=2))] * 9)
+    async with _with_tensors(tmp_path, one) as run:
+        await run.publish(0, 1)
+        for version in (0, 1):
+            segment = await run.sample(version)
+            assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
+    bodies = [body for route, body in one.calls if route == "/load_lora_adapter_from_tensors"]
+    assert [len(body["serialized_named_tensors"]) for body in bodies] == [2, 2]
+    assert all(body["config_dict"] == {"peft_type": "LORA", "r": 8} for body in bodies)
+    assert run.folders() == []
+
+
+async def test_an_adapter_without_a_folder_is_counted_out_too(tmp_path: Path) -> None:
+    """No server could bring it back, so it stays while it is held, and no late request names it (FAILURES.md 68)."""
+    one = ScriptedServer()
+    async with _with_tensors(tmp_path, one) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        await run.publish(1, 2, 3)
+        await one.wait_until(lambda: _versions(one) == [0, 2, 3])
+        assert (await run.sample(0)).versions[0].version == 0
+        run.publisher.release(0)
+        await one.wait_until(lambda: _versions(one) == [2, 3])
+        assert one.reloaded == []
+
+
+@pytest.mark.virtual_clock
+async def test_a_restarted_server_gets_adapters_from_the_staged_copies(tmp_path: Path) -> None:
+    """All that are in use, with the values that they had, though the learner has moved on."""
+    one = ScriptedServer()
+    async with _with_tensors(tmp_path, one) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        await run.publish(1, 2, 3)
+        run.learner.theta = 9.0
+        one.restart()
+        for version in (3, 0):
+            segment = await run.sample(version)
+            assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
+        assert _versions(one) == [0, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("open_run", [_running, _with_tensors])
+async def test_fifty_versions_under_load_stay_within_the_window(
+    tmp_path: Path, open_run: Callable[..., AbstractAsyncContextManager[Run]]
+) -> None:
+    """Trajectories hold their versions while others are published: none is missing, and only what is needed is there.
+
+    The window is the two newest, those that somebody holds, and one that is just being unloaded (FAILURES.md 62, 67).
+    """
+    one, two = (ScriptedServer(seconds=lambda call: 0.5 + int(call.rid, 16) % 7) for _ in range(2))
+    holders: Counter[int] = Counter()
+    answered = 0
+    newest = 0
+
+    async def trajectory(run: Run, key: str) -> None:
+        nonlocal answered
+        while True:
+            version = newest
+            run.publisher.hold(version)
+            holders[version] += 1
+            for _ in range(3):
+                segment = await run.sample(version, key)
+                assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
+                answered += 1
+            run.publisher.release(version)
+            holders[version] -= 1
+
+    async with open_run(tmp_path, one, two) as run, anyio.create_task_group() as tasks:
+        await run.publish(0)
+        for number in range(16):
+            tasks.start_soon(trajectory, run, str(number))
+        for newest_now in range(1, 50):
+            await anyio.sleep(4)
+            await run.publish(newest_now)
+            newest = newest_now
+            window = len({newest, newest - 1} | {version for version, count in holders.items() if count}) + 2
+            assert len(one.adapters) <= window and len(two.adapters) <= window
+            assert len(run.folders()) <= window
+        tasks.cancel_scope.cancel()
+    assert answered > 500
+    assert one.reloaded == two.reloaded == []
+    assert run.notices == []
