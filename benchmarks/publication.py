@@ -37,7 +37,7 @@ from benchmarks.answer import Answer
 
 __all__ = ["main"]
 
-_SIZES: Mapping[str, Mapping[str, int]] = {
+_SIZES: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
     "large": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 32_000},
 }
@@ -48,7 +48,7 @@ _TIMES_SLOWER = 3.0
 _TOLERANCE = 1e-3
 
 
-def _write_model(directory: Path, sizes: Mapping[str, int]) -> int:
+def _write_model(directory: Path, sizes: Mapping[str, Any]) -> int:
     """A random Qwen3; returns how many parameters it has."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config

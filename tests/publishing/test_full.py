@@ -142,8 +142,8 @@ async def test_a_server_whose_update_fails_is_left_out_and_never_left_paused(
 ) -> None:
     """It is told to continue whatever failed, gets no request, and comes back with the version.
 
-    A status, a body that says no, a label that did not change (FAILURES.md 43, 64), a flush that is refused, after which
-    the next attempt comes with a back-off (FAILURES.md 42).
+    A status, a body that says no, a label that did not change (FAILURES.md 43, 64); a flush that is refused, after
+    which the next attempt comes with a back-off (FAILURES.md 42).
     """
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:

@@ -291,7 +291,7 @@ async def _with_tensors(directory: Path, *servers: ScriptedServer) -> AsyncGener
 
 
 async def test_adapters_travel_in_requests_without_a_folder(tmp_path: Path) -> None:
-    """With the configuration, and a payload for each tensor-parallel rank; each version answers with its own weights."""
+    """With the configuration, and a payload for each tensor-parallel rank; each version answers as itself."""
     one = ScriptedServer()
     one.fault("/server_info", *[Fault(edit=lambda reply: reply.update(tp_size=2))] * 9)
     async with _with_tensors(tmp_path, one) as run:

@@ -183,3 +183,16 @@ def test_freezing_requests_where_no_older_context_is_allowed_is_refused() -> Non
     with pytest.raises(ConfigError, match=r"pause_mode is 'in_place'.*retract.*kv_cache\.max_staleness of at least 1"):
         rl.RolloutEngine(policy, env=_Env, sampling_policy="segment", kv_cache=rule)
     rl.RolloutEngine(policy, env=_Env, sampling_policy="segment", kv_cache=rl.KVCache(max_staleness=1))
+
+
+async def test_a_request_on_a_prefix_that_is_too_old_never_leaves() -> None:
+    """It comes back as if it had been aborted at once, whatever made it late."""
+    server = ScriptedServer()
+    async with SGLang(URLS[:1], transport=network({URLS[0]: server})).opened() as sampler:
+        await sampler.abort_older(URLS[0], 3)
+        request = SegmentRequest(
+            trajectory_id="t", input_ids=np.arange(3, dtype=np.int32), max_new_tokens=4, version=3, anchor=2
+        )
+        segment = await sampler.sample(request)
+        assert (len(segment.tokens), segment.versions, segment.stop) == (0, (), StopReason.ABORT)
+        assert server.generated == []

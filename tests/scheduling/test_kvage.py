@@ -37,6 +37,13 @@ def test_at_the_limit_hold_samples_on_and_refill_starts_anew() -> None:
     assert place(at_limit, 6, REFILL) == Placement(version=6, anchor=6)
 
 
+def test_what_arrives_counts_already_if_it_may_sample_the_request() -> None:
+    """A request that leaves during the update to 6 does not reuse the prefix of 4, nor does it wait for 6."""
+    at_limit = Placement(version=5, anchor=4)
+    assert place(at_limit, 5, REFILL) == at_limit
+    assert place(at_limit, 5, REFILL, arriving=6) == Placement(version=5, anchor=5)
+
+
 @given(
     st.integers(0, 3),
     st.sampled_from(["hold", "refill"]),

@@ -1,0 +1,122 @@
+"""Choosing how versions are published: what is refused, what a recipe can say, what is left at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl as rl
+from asyncrl.compose import compose
+from asyncrl.config import load_recipe
+from asyncrl.errors import ConfigError
+from asyncrl.events import Events
+from asyncrl.publishing.full import FullPublisher
+from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.testing.server import ScriptedServer, network
+from asyncrl.testing.theta import ThetaLearner, read_theta
+
+URL = "http://127.0.0.1:30001"
+
+
+def _policy(server: ScriptedServer, model: Path, *, lora_rank: int | None = None, **options: Any) -> rl.Policy:
+    (model / "config.json").write_text('{"vocab_size": 256}')
+    learner = ThetaLearner(theta=0.5, lora_rank=lora_rank)
+    learner.model_path = model
+    return rl.Policy(learner, sampler=SGLang([URL], transport=network({URL: server})), **options)
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "options", "message"),
+    [
+        (
+            8,
+            {"publication": "distributed"},
+            r"publication\.way is 'distributed'.*LoRA adapter: use 'disk' or 'tensors'",
+        ),
+        (None, {"publication": "nfs"}, r"publication\.way is 'nfs', but must be one of 'disk', 'tensors'"),
+        (None, {"pause_mode": "stop"}, r"publication\.pause_mode is 'stop'"),
+        (None, {"bucket_bytes": 0}, r"publication\.bucket_bytes is 0"),
+        (None, {"probe_tolerance": 0.0}, r"publication\.probe_tolerance is 0\.0"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_key(
+    tmp_path: Path, lora_rank: int | None, options: dict[str, Any], message: str
+) -> None:
+    """Before anything is loaded or connected."""
+    with pytest.raises(ConfigError, match=message):
+        _policy(ScriptedServer(), tmp_path, lora_rank=lora_rank, **options)
+
+
+def test_the_embedded_server_takes_no_tensors() -> None:
+    """They come pickled, and nothing of ours unpickles."""
+    with pytest.raises(ConfigError, match=r"publication\.way is 'tensors', which the embedded server does not take"):
+        rl.Policy(ThetaLearner(lora_rank=None), publication="tensors")
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "way", "route"),
+    [
+        (8, "disk", "/load_lora_adapter"),
+        (8, "tensors", "/load_lora_adapter_from_tensors"),
+        (None, "disk", "/update_weights_from_disk"),
+        (None, "tensors", "/update_weights_from_tensor"),
+    ],
+)
+async def test_the_way_that_was_chosen_is_taken_and_the_result_is_left(
+    tmp_path: Path, lora_rank: int | None, way: Any, route: str
+) -> None:
+    """One route each, and whoever sends tensors has the newest version on disk too, at the end."""
+    server = ScriptedServer()
+    directory = tmp_path / "published"
+    policy = _policy(server, tmp_path, lora_rank=lora_rank, publication=way, directory=directory)
+    async with policy.opened(Events()) as opened:
+        assert isinstance(opened.publisher, FullPublisher if lora_rank is None else LoraPublisher)
+        for version in range(3):
+            await opened.publisher.stage(version)
+            await opened.publisher.publish(version)
+        assert directory.exists() is (way == "disk")
+    loads = {called for called, _ in server.calls if called.startswith(("/load_lora", "/update_weights"))}
+    assert loads == {route}
+    assert read_theta(directory / "v000002") == 0.5
+
+
+RECIPE = """
+[model]
+path = "."
+[env]
+factory = "env.py:Guess"
+[data]
+train = "env.py:rows"
+[trainer]
+steps = 1
+groups_per_step = 2
+max_staleness = 0
+[sampler]
+backend = "sglang"
+urls = ["http://127.0.0.1:30001"]
+[publication]
+way = "tensors"
+pause_mode = "abort"
+bucket_bytes = 1000
+probe_tolerance = 0.25
+[optimizer]
+lr = 1e-3
+"""
+
+
+def test_a_recipe_says_all_of_it(tmp_path: Path) -> None:
+    """The keys of ``[publication]`` are those of ``Policy``."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    (tmp_path / "env.py").write_text(
+        "import asyncrl as rl\nclass Guess(rl.Env): pass\ndef rows(): return [1]\n", encoding="utf-8"
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    policy = compose(load_recipe(recipe)).engine.policy
+    found = (policy._publication, policy._pause_mode, policy._bucket_bytes, policy._probe_tolerance)
+    assert found == ("tensors", "abort", 1000, 0.25)
+    with pytest.raises(ConfigError, match=r"publication: unknown key 'mode'"):
+        load_recipe(recipe, ["publication.mode=disk"])
