@@ -184,7 +184,7 @@ def test_a_batch_without_gradient_makes_no_version() -> None:
 
 
 def test_every_step_has_the_same_metrics() -> None:
-    """Keys do not come and go with what happened."""
+    """Keys do not come and go with what happened (FAILURES.md 81)."""
     flat = _Case(env=_Flat)
     run_virtual(flat.run)
     varied = _Case()
@@ -336,7 +336,10 @@ def test_a_slow_trajectory_makes_the_trainer_wait_while_others_sample() -> None:
 
 
 def test_evaluation_is_of_one_version_and_outside_of_training() -> None:
-    """Before the first and after the last step, under the published version; its segments are not in the metrics."""
+    """Before the first and after the last step, under the published version; its segments are not in the metrics.
+
+    (FAILURES.md 77)
+    """
     case = _Case(evaluator=rl.Evaluator(rows=[0, 1, 2], group_size=2), max_staleness=2)
     run_virtual(case.run)
     assert [event.version for event in case.of(EvaluationFinished)] == [0, 3]
@@ -519,7 +522,7 @@ def test_what_a_deadline_can_lose_is_acknowledged_and_said_once(fate: Any, names
 
 @pytest.mark.parametrize("rule", ["mask_span", "keep"])
 def test_rules_without_a_bound_do_not_wait_and_say_so(rule: Any) -> None:
-    """One warning; a straggler no longer holds the trainer; masked or kept, its age is in the metrics."""
+    """One warning; a straggler holds nobody up; masked or kept, its age is in the metrics (FAILURES.md 5)."""
 
     def seconds(request: SegmentRequest) -> float:
         return 100.0 if request.trajectory_id == "000000-000" else 1.0

@@ -293,6 +293,30 @@ def test_a_run_can_have_a_budget_of_failures() -> None:
     assert len(case.of(MemberFailed)) == 10
 
 
+def test_failures_change_no_metrics_key() -> None:
+    """A run in which members, groups and rows fail has the keys of one in which nothing does (FAILURES.md 81)."""
+    quiet = Case()
+    quiet.play(2)
+    loud = Case(_fails_for({1, 2}, times=100))
+    loud.play(2, rows=100)
+    assert loud.of(GroupDropped)
+    keys = [set(step.metrics) for step in [*quiet.steps, *loud.steps]]
+    assert all(key == keys[0] for key in keys)
+    assert {key for key in keys[0] if key.startswith("ledger/")} == {
+        "ledger/admitted_rows",
+        "ledger/consumed_rows",
+        "ledger/dropped_rows",
+        "ledger/open_rows",
+        "ledger/trained_members",
+        "ledger/dropped_members/failed",
+        "ledger/dropped_members/truncated",
+        "ledger/dropped_members/straggler",
+        "ledger/dropped_members/run_ended",
+        "ledger/failed_attempts",
+        "ledger/rerolled_groups",
+    }
+
+
 # the group: rolled out anew, then dropped, and replaced
 
 
