@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import orjson
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.cli import main
 from asyncrl.learning.lora import LoraConfig
@@ -86,7 +87,7 @@ sys.exit(main(["serve", "--backend", "sglang", "--model", {str(model)!r}, "--por
         assert process.stdout is not None
         assert process.stderr is not None
         with anyio.fail_after(60):
-            ready = orjson.loads(await process.stdout.receive())
+            ready = orjson.loads(await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 1000))
             assert (ready["ready"], ready["pid"]) == (True, process.pid)
             assert ready["url"].startswith("http://127.0.0.1:")
             process.send_signal(number)

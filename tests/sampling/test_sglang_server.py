@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.errors import ConfigError, ServerUnavailable
 from asyncrl.events import Event, Notice
@@ -228,18 +229,21 @@ async def main():
 anyio.run(main)
 """
     async with await anyio.open_process([sys.executable, "-c", script], stderr=None) as parent:
-        assert parent.stdout is not None
-        with anyio.fail_after(60):
-            pids = [int(word) for word in (await parent.stdout.receive()).split()]
-        supervisor = _parent(pids[0])
-        os.kill({"parent": parent.pid, "supervisor": supervisor, "server": pids[0]}[victim], signal.SIGKILL)
-        if victim == "supervisor":
-            # The kernel ends the server's first process; what that leaves behind sees to itself, as SGLang's does.
-            await _gone(pids[:1])
-            os.kill(pids[1], signal.SIGKILL)
-        await _gone(pids)
-        if victim != "parent":
-            parent.kill()
+        try:
+            assert parent.stdout is not None
+            with anyio.fail_after(60):
+                line = await BufferedByteReceiveStream(parent.stdout).receive_until(b"\n", 1000)
+            pids = [int(word) for word in line.split()]
+            supervisor = _parent(pids[0])
+            os.kill({"parent": parent.pid, "supervisor": supervisor, "server": pids[0]}[victim], signal.SIGKILL)
+            if victim == "supervisor":
+                # The kernel ends the server's first process; what that leaves behind sees to itself, as SGLang's does.
+                await _gone(pids[:1])
+                os.kill(pids[1], signal.SIGKILL)
+            await _gone(pids)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                parent.kill()
     await _gone([supervisor, *pids])
 
 
