@@ -337,14 +337,23 @@ class _Training:
     async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step | None:
         """The step, or None if there are no groups left for one."""
         step = TrainerStep(n, self.plan, self.session, self.admission, self.batches, books=self.books)
-        made_version = await step.run(self.plan.groups_per_step, steps=self.steps)
-        if not step.groups:
-            return None
-        if made_version:
-            await staged.send(self.clock.committed)
-            await self._save_weights()
-            step.times.end("publication")
-        evaluated = await self._evaluate(n)
+        try:
+            made_version = await step.run(self.plan.groups_per_step, steps=self.steps)
+            if not step.groups:
+                return None
+            if made_version:
+                await staged.send(self.clock.committed)
+                await self._save_weights()
+                step.times.end("publication")
+            evaluated = await self._evaluate(n)
+        except BaseException:
+            if step.is_committed:
+                self._finish(step, 0.0)  # it has happened, also if nobody gets it any more
+            raise
+        return self._finish(step, evaluated)
+
+    def _finish(self, step: TrainerStep, evaluated: float) -> Step:
+        n = step.n
         metrics = {**self._metrics(step), "evaluation/seconds": evaluated}
         self.events.emit(StepFinished(time=anyio.current_time(), n=n, model_step=self.clock.committed, metrics=metrics))
         trajectories = [member for group in step.groups for member in group.members_G]

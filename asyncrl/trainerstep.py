@@ -80,6 +80,8 @@ class TrainerStep:
         self.groups: list[Group] = []
         self.chunks: list[Sequence[TrainingSequence]] = []
         """The forward-backward passes, if ``books`` want them."""
+        self.is_committed = False
+        """Nothing can undo it any more."""
         self.waits: tuple[BarrierWait, ...] = ()
         self.times = PhaseTimes()
         self.optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
@@ -233,7 +235,8 @@ class TrainerStep:
         )
 
     def _consume(self, consumed: Sequence[GroupConsumed]) -> None:
-        """Nothing can undo the step any more: report what became of its members."""
+        """Report what became of the members."""
+        self.is_committed = bool(self.groups)
         if self._books is not None:
             self._books.commit(self.n, self.groups)
         for event in consumed:

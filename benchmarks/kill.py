@@ -36,9 +36,7 @@ _STEPS = 30
 _LONGEST_LIFE_S = 2.5
 _SHARE_OF_SERVERS = 10
 _RECIPE = _HERE.parent / "envs/guess_number/recipe.toml"
-_SERVED_STEPS = 6
 _SERVED = (
-    f"trainer.steps={_SERVED_STEPS}",
     "trainer.groups_per_step=2",
     "trainer.group_size=4",
     "env.tool_latency=0.02",
@@ -133,15 +131,17 @@ def served(kills: int, folder: Path, draw: random.Random) -> Tally:
     """The recipe by the command line. Groups are counted in the journal as each killed process left it."""
     tally = Tally(runs=1)
     run = folder / "served"
+    # A step takes some tenths of a second, and each kill wants a few of its own.
+    planned = 6 + 6 * kills
     consumed: dict[int, set[int]] = {}
     while True:
         resume = ["--resume", str(run)] if (run / "run.json").exists() else ["--run-dir", str(run)]
-        overrides = [part for override in _SERVED for part in ("--set", override)]
+        overrides = [part for override in (*_SERVED, f"trainer.steps={planned}") for part in ("--set", override)]
         command = [sys.executable, "-m", "asyncrl", "train", str(_RECIPE), *resume, *overrides]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             if tally.kills < kills:
-                _wait_for_steps(process, run, len(consumed) + draw.choice([0, 0, 1]))
-                time.sleep(draw.uniform(0, 0.5))
+                _wait_for_steps(process, run, len(consumed) + draw.choice([0, 1, 2]))
+                time.sleep(draw.uniform(0, 0.3))
                 process.send_signal(signal.SIGKILL)
             process.communicate()
         if process.returncode not in (0, -signal.SIGKILL):
@@ -152,7 +152,7 @@ def served(kills: int, folder: Path, draw: random.Random) -> Tally:
         tally.kills += 1
     groups = Counter(itertools.chain(*consumed.values()))
     tally.repeated += sum(count - 1 for count in groups.values())
-    tally.lost += max(0, 2 * _SERVED_STEPS - len(groups)) + (_SERVED_STEPS - len(consumed))
+    tally.lost += max(0, 2 * planned - len(groups)) + (planned - len(consumed))
     return tally
 
 

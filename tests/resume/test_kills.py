@@ -182,3 +182,40 @@ def test_a_run_survives_any_kills_and_stops(tmp_path: Path, seed: int, max_stale
         assert life.sampler.in_flight == 0
         assert all(env.closed == 1 for env in life.envs)
     assert not +lives[-1].publisher.holders
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_journal")
+@pytest.mark.parametrize("stragglers", ["truncate", "discard", "carry_over"])
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_with_a_deadline_survive_kills_and_stops(tmp_path: Path, seed: int, stragglers: Any) -> None:
+    """Members that were carried over or have left, and deadlines that had passed, stay so: each member at most once,
+    and every group to its end."""
+    completion = rl.GroupCompletion(mode="deadline", min_members=2, max_straggler_tokens=4, on_stragglers=stragglers)
+    plan = Plan(
+        steps=4,
+        group_size=4,
+        max_staleness=1,
+        turns=4,
+        weights_every=100,
+        tool_s=0.1,
+        sampling_s=lambda request: 0.2 + 0.9 * (int(request.trajectory_id[-1]) == 3),
+        recovery=("stateless", "snapshot", "drop")[seed % 3],
+        trainer={
+            "completion": completion,
+            "advantage": rl.Batchwise(),
+            "stale_policy": "mask_span",
+            "allow_trajectory_loss": True,
+        },
+    )
+    _survive(plan, tmp_path, random.Random(seed))
+    journal = entries(tmp_path / "run")
+    assert [entry.n for entry in journal] == list(range(1, plan.steps + 1))
+    members = Counter((one.group, member) for entry in journal for one in entry.consumed for member in one.members)
+    assert set(members.values()) == {1}
+    if stragglers == "carry_over":
+        assert [sum(len(one.members) for one in entry.consumed) for entry in journal] == [8] * plan.steps
+    final = Counter(one.group for entry in journal for one in entry.consumed if one.final)
+    assert set(final.values()) <= {1}
+    if stragglers == "truncate":
+        assert len(members) == 4 * len(final)

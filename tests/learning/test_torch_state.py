@@ -1,0 +1,100 @@
+"""A learner that goes on in another process takes the same steps to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry
+from asyncrl.errors import CheckpointError
+from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.losses import CISPO, DecoupledPPO
+from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.learning.torch_model import TorchModel
+from tests.learning.tiny import LORA, adam_settings, load, parameters_of, random_sequences, train_step
+
+KINDS: list[dict[str, Any]] = [{}, {"lora": LORA}, {"dtype": "bfloat16"}, {"lora": LORA, "dtype": "bfloat16"}]
+NAMES = ["full", "lora", "full-bfloat16", "lora-bfloat16"]
+
+
+def _equal(left: TorchModel, right: TorchModel) -> bool:
+    ours, theirs = parameters_of(left), parameters_of(right)
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=NAMES)
+def test_the_steps_after_a_load_give_the_same_bits(model_path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Parameters, both moments and the count of steps; also where the optimizer works on float32 copies."""
+    whole = load(model_path, **options)
+    for seed in range(3):
+        train_step(whole, random_sequences(seed))
+    whole.save_state(tmp_path)
+    resumed = load(model_path, **{**options, "seed": 9})
+    assert not _equal(resumed, whole)
+    resumed.load_state(tmp_path)
+    assert _equal(resumed, whole)
+    for seed in range(3, 5):
+        train_step(whole, random_sequences(seed))
+        train_step(resumed, random_sequences(seed))
+    assert _equal(resumed, whole)
+
+
+def test_a_state_without_a_step_has_parameters_only(model_path: Path, tmp_path: Path) -> None:
+    """A fresh adapter is saved too, for its values are random."""
+    fresh = load(model_path, lora=LORA)
+    fresh.save_state(tmp_path)
+    other = load(model_path, lora=LORA, seed=5)
+    other.load_state(tmp_path)
+    assert _equal(fresh, other)
+    for model in (fresh, other):
+        train_step(model, random_sequences(0))
+    assert _equal(fresh, other)
+
+
+def test_a_state_of_another_adapter_is_refused(model_path: Path, tmp_path: Path) -> None:
+    """By the name of the tensor and both shapes; nothing is changed by then."""
+    load(model_path, lora=LORA).save_state(tmp_path)
+    other = load(model_path, lora=LoraConfig(r=2, alpha=8))
+    before = parameters_of(other)
+    with pytest.raises(CheckpointError, match=r"lora_A.* of shape \(4, .*\), but the model has it of shape \(2, "):
+        other.load_state(tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in parameters_of(other).items())
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": LORA}], ids=["full", "lora"])
+@pytest.mark.parametrize("loss", [CISPO(), DecoupledPPO()], ids=["cispo", "decoupled"])
+async def test_replaying_the_journal_gives_the_same_bits(
+    model_path: Path, tmp_path: Path, options: dict[str, Any], loss: Any
+) -> None:
+    """What a step was made from goes to disk and back, chunk by chunk, and is trained again in another process."""
+    journal = Journal(tmp_path, tmp_path / "refused")
+
+    async def step(learner: TorchLearner, entry: JournalEntry) -> None:
+        for chunk in entry.chunks:
+            if loss.needs_proximal:
+                await learner.prepare_step(chunk)
+            await learner.forward_backward(chunk, loss)
+        assert entry.settings is not None
+        await learner.optimizer_step(entry.settings, divisor=entry.divisor)
+
+    whole, resumed = (TorchLearner(model_path, device="cpu", **options) for _ in range(2))
+    await whole.open()
+    for n in (1, 2, 3):
+        chunks = [random_sequences(n), random_sequences(n + 10)]
+        one = Consumed(group=n, members=(0, 1), final=True)
+        settings = adam_settings()
+        entry = JournalEntry(
+            n=n, version=n - 1, admitted=n, consumed=(one,), divisor=7.3, settings=settings, chunks=chunks
+        )
+        journal.draft(entry)
+        await step(whole, entry)
+        journal.commit(n)
+    await resumed.open()
+    for n in journal.steps():
+        await step(resumed, journal.read(n))
+    assert _equal(whole._opened, resumed._opened)
+    for learner in (whole, resumed):
+        await learner.close()
