@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import ConfigError
 from asyncrl.learning.lora import LoraConfig
@@ -90,6 +92,37 @@ def test_an_exported_model_loads_in_transformers_and_predicts_the_same(model_pat
     _assert_same_predictions(model, reloaded)
     again = load(tmp_path)
     np.testing.assert_array_equal(again.logprobs(ids(1, 2, 3), 1, 1.0), model.logprobs(ids(1, 2, 3), 1, 1.0))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_the_weights_are_those_of_the_exported_files(model_path: Path, tmp_path: Path, lora: LoraConfig | None) -> None:
+    """The same names, types and values, each tensor once; and a later step does not change what was taken."""
+    model = load(model_path, lora=lora)
+    train_step(model, random_sequences(13))
+    model.export(tmp_path)
+    weights = model.weights()
+    train_step(model, random_sequences(14))
+    (file,) = tmp_path.glob("*.safetensors")
+    exported = load_file(file)
+    assert set(weights) == set(exported)
+    assert all(torch.equal(weights[name], exported[name]) for name in exported)
+    assert all(weights[name].dtype == exported[name].dtype for name in exported)
+    if lora is not None:
+        assert model.adapter_config() == orjson.loads((tmp_path / "adapter_config.json").read_bytes())
+
+
+def test_a_tied_output_layer_is_sent_once(tmp_path: Path, model_path: Path) -> None:
+    """As in the file: servers tie it themselves."""
+    folder = shutil.copytree(model_path, tmp_path / "tied")
+    config = orjson.loads((folder / "config.json").read_bytes()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_bytes(orjson.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder)
+    model.export(tmp_path)
+    assert "lm_head.weight" not in model.weights()
+    assert set(model.weights()) == set(load_file(tmp_path / "model.safetensors"))
 
 
 def _assert_same_predictions(model: TorchModel, other: Any) -> None:
