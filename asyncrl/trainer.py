@@ -220,14 +220,8 @@ class _Training:
         self.lag = LoopLag(self.events)
         self.watchdog = Watchdog(self.events, session.activities)
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
-        self.capture = Capture(
-            admission=self.admission,
-            batches=self.batches,
-            ledger=self.ledger,
-            recorder=self.recorder,
-            clock=self.clock,
-            rollout_keys=self.rollout_keys,
-        )
+        self.capture = Capture(self.admission, self.batches, self.ledger, self.recorder, self.clock)
+        self.capture.rollout_keys = self.rollout_keys
         self.capture.restore(state)
         self.recovery = Recovery() if checkpoints is None else checkpoints.recovery
         self.books = None if checkpoints is None else StepBooks(self.capture, checkpoints, plan.loss)

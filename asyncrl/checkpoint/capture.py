@@ -26,7 +26,7 @@ from asyncrl.types import Group
 __all__ = ["Capture", "restored_ledger"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Capture:
     """Owns what is known of outstanding groups beside what their owners know."""
 
