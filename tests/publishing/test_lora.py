@@ -378,3 +378,23 @@ async def test_fifty_versions_under_load_stay_within_the_window(
     assert answered > 500
     assert one.reloaded == two.reloaded == []
     assert run.notices == []
+
+
+async def test_held_versions_come_back_with_another_process(tmp_path: Path) -> None:
+    """What a killed process has left on disk is loaded again under new names; what nobody needs of it is removed."""
+    async with _running(tmp_path, ScriptedServer()) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        await run.publish(1, 2, 3)
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        assert await run.publisher.adopt({0, 7}) == {0}
+        assert run.folders() == ["v000000"]
+        run.publisher.hold(0)
+        await run.publish(3)
+        assert _versions(one) == [0, 3]
+        segment = await run.sample(0)
+        assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, 0.0))
+        await run.publish(4)
+        run.publisher.release(0)
+        await one.wait_until(lambda: _versions(one) == [3, 4])
