@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
@@ -29,6 +30,7 @@ T = TypeVar("T")
 _USER_THREADS = 32
 # Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
 _user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
+_abandoned: RunVar[dict[_Call, str]] = RunVar("asyncrl.abandoned_calls")
 
 
 class Deadline:
@@ -126,19 +128,54 @@ async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         if _is_asynchronous(getattr(function, "__func__", function)):
             return await function(*args)
-        return await in_thread(partial(function, *args))
+        return await in_thread(partial(function, *args), _name(function))
     except Exception as error:  # noqa: BLE001  raised again below
         failure = blamed(_name(function), error)
     raise failure  # outside of the handler, so that it keeps its own cause
 
 
-async def in_thread(function: Callable[[], Any]) -> Any:
+async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """Call a plain function in one of the threads for user code, and await what it returns if it is an awaitable.
 
-    If the caller is cancelled it waits no longer; the thread goes on and is taken until its function returns.
+    If the caller is cancelled it waits no longer; the thread goes on and is taken until its function returns. Raises
+    ``InfrastructureError`` if that is the fate of all threads.
     """
-    result = await anyio.to_thread.run_sync(function, limiter=_threads(), abandon_on_cancel=True)
+    abandoned = _abandoned_calls()
+    if len(abandoned) >= _USER_THREADS:
+        names = ", ".join(f"{what} ({count})" for what, count in Counter(list(abandoned.values())).most_common(3))
+        raise InfrastructureError(
+            f"{name} has no thread: all {_USER_THREADS} are held by calls that passed their deadlines and never "
+            f"returned: {names}. Threads cannot be ended: write such functions with rl.in_process"
+        )
+    call = _Call(function)
+    try:
+        result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
+    except asyncio.CancelledError:
+        if call.begun:
+            abandoned[call] = name
+            call.at_end = partial(abandoned.pop, call, None)
+            if call.ended:  # just now
+                call.at_end()
+        raise
     return await result if inspect.isawaitable(result) else result
+
+
+class _Call:
+    """A function in a thread, of which the event loop can see whether it has begun and ended."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.begun = False
+        self.ended = False
+        self.at_end: Callable[[], object] = bool
+
+    def __call__(self) -> Any:
+        self.begun = True
+        try:
+            return self._function()
+        finally:
+            self.ended = True
+            self.at_end()
 
 
 _is_asynchronous = functools.lru_cache(maxsize=1024)(inspect.iscoroutinefunction)
@@ -163,6 +200,16 @@ def blamed(what: str, error: Exception) -> BaseException:
     failure = InfrastructureError(f"{what}: {type(first).__name__}: {first}")
     failure.__cause__ = first
     return failure
+
+
+def _abandoned_calls() -> dict[_Call, str]:
+    """Calls that nobody waits for any more, and their names, on this event loop."""
+    try:
+        return _abandoned.get()
+    except LookupError:
+        calls: dict[_Call, str] = {}
+        _abandoned.set(calls)
+        return calls
 
 
 def _threads() -> anyio.CapacityLimiter:

@@ -80,7 +80,7 @@ class Tool:
         checked = self._checked(arguments)
         with Deadline(f"tool {self.name!r}", self.timeout):
             call = partial(self.function, env, **checked) if self.method else partial(self.function, **checked)
-            outcome: Any = call() if self.asynchronous else in_thread(call)
+            outcome: Any = call() if self.asynchronous else in_thread(call, f"tool {self.name!r}")
             result: object = await outcome
         if not isinstance(result, str):
             raise EnvironmentFailure(f"tool {self.name!r} returned {type(result).__name__}, but must return str")

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError, RolloutTimeout
 from asyncrl.events import Events, Notice, StepFinished
 from asyncrl.observe.lag import LoopLag
-from asyncrl.rollout.calls import call_user
+from asyncrl.rollout.calls import _abandoned_calls, call_user
 from asyncrl.rollout.processes import _limiter, in_process
 from asyncrl.rollout.tools import tool
 from asyncrl.testing import ByteRenderer, scripted_policy
@@ -188,6 +189,31 @@ async def test_a_plain_tool_that_hangs_ends_at_its_deadline() -> None:
             await hang.run({})
     finally:
         release.set()
+
+
+async def test_threads_that_are_lost_for_ever_are_told_with_their_functions() -> None:
+    """No call waits for a thread that never comes; one that ends is a thread again (FAILURES.md 59)."""
+    release = threading.Event()
+
+    def verify() -> None:
+        release.wait()
+
+    async def late() -> None:
+        with pytest.raises(RolloutTimeout):
+            await call_user(verify, timeout=0.05)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(32):
+                tasks.start_soon(late)
+        with pytest.raises(rl.InfrastructureError, match=r"all 32 are held by calls .*verify \(32\).*rl\.in_process"):
+            await call_user(verify)
+    finally:
+        release.set()
+    with anyio.fail_after(10):
+        while len(_abandoned_calls()) == 32:
+            await anyio.to_thread.run_sync(time.sleep, 0.01)
+    assert await call_user(lambda: 3) == 3
 
 
 class _Blocking(rl.Env):
