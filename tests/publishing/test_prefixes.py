@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -44,6 +45,11 @@ class _Sampler(SGLang):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.seen: list[tuple[SegmentRequest, Segment]] = []
+
+    async def abort_older(self, url: str, anchor: int) -> None:
+        """The update comes some time after: what asks again meanwhile must not do so on the old prefix."""
+        await super().abort_older(url, anchor)
+        await anyio.sleep(3)
 
     async def sample(self, request: SegmentRequest) -> Segment:
         segment = await super().sample(request)
