@@ -87,10 +87,10 @@ class Checkpoints:
         """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
         self._exit.callback(events.subscribe(self.recovery.observe, kinds=(MemberResumed,)))
         version = await self._restore_learner(policy.learner, plan.loss)
-        pins = plan.sampling_policy == "trajectory"
-        await find_versions(self.state, policy.publisher, pins=pins, events=events)
         if self.steps_before is None:
             return version
+        pins = plan.sampling_policy == "trajectory"
+        await find_versions(self.state, policy.publisher, pins=pins, events=events)
         keys: dict[str, object] = {
             "directory": str(self._directory),
             "step": self.state.n,

@@ -256,6 +256,8 @@ class _GroupRun:
     async def _play(self, traj: Trajectory, env: Env, calls: UserCalls) -> None:
         if traj.spans:
             await go_on(traj, env, calls, self._context, fresh=self._plan.member(traj.member, traj.attempt))
+            if not traj.spans and self._progress.at_quorum is not None:
+                self._progress.at_quorum[traj.member] = 0
         if self._plan.completion.stragglers is None:
             await converse(traj, env, calls, self._context, allow=self._allow)
         else:

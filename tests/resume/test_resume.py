@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,3 +342,31 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     """By name and value."""
     with pytest.raises(ConfigError, match=message):
         rl.Checkpointing("runs/x", **options)
+
+
+class _Adopting(ScriptedPublisher):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[set[int]] = []
+
+    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
+        self.asked.append(set(versions))
+        return await super().adopt(self.asked[-1])
+
+
+def test_a_new_run_takes_nothing_over(tmp_path: Path) -> None:
+    """Whatever stands in the folder for versions is not its own; only a resumed run tidies up there."""
+
+    def life() -> tuple[Life, _Adopting]:
+        one, publisher = Life(PLAN, tmp_path), _Adopting()
+        one.engine.policy._publisher = publisher
+        return one, publisher
+
+    first, publisher = life()
+    first.play(7.0)
+    assert publisher.asked == []
+    second, publisher = life()
+    second.play()
+    assert len(publisher.asked) == 1
