@@ -24,6 +24,12 @@ from tests.conformance.subject import CONTEXT, Kind, Served, Subject
 SLOTS, RUNNING = 16_384, 8
 # As many requests of ``LONG`` tokens fit: SGLang runs no more than its memory would hold to their ends.
 KINDS: tuple[Kind, ...] = ("scripted", "embedded", "sglang")
+MARKS: Mapping[Kind, Sequence[pytest.MarkDecorator]] = {
+    "scripted": (),
+    "embedded": (pytest.mark.slow,),
+    # The first case waits for the server.
+    "sglang": (pytest.mark.sglang, pytest.mark.timeout(400)),
+}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PACE_S = 0.001
 _PREFIX = "tests/conformance/"
@@ -174,7 +180,7 @@ def sglang_served(
         yield _served("sglang", url, folders, reference)
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.sglang if kind == "sglang" else ()) for kind in KINDS])
+@pytest.fixture(params=[pytest.param(kind, marks=MARKS[kind]) for kind in KINDS])
 def served(request: pytest.FixtureRequest) -> Served:
     """Each of the servers."""
     found: Served = request.getfixturevalue(f"{request.param}_served")

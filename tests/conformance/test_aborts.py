@@ -7,6 +7,8 @@ import pytest
 
 from tests.conformance.subject import CONTEXT, LONG, Subject, outputs
 
+pytestmark = pytest.mark.slow
+
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}
 

@@ -89,6 +89,7 @@ async def test_a_name_that_is_free_again_takes_other_weights(subject: Subject) -
     assert await _sampled_by(subject, "one", 1) == 0
 
 
+@pytest.mark.slow
 async def test_an_unload_waits_for_its_users_and_everybody_else_for_it(subject: Subject) -> None:
     """The name is gone at once; loads of other adapters wait too. (FAILURES.md 68, 69)"""
     await subject.load("one")

@@ -12,6 +12,7 @@ import pytest
 from tests.conformance.subject import LONG, Subject, outputs
 
 
+@pytest.mark.slow
 async def test_more_requests_than_can_run_are_all_answered(subject: Subject) -> None:
     """The rest waits in the queue, in order, and is seen there."""
     most = subject.served.max_running_requests
@@ -25,6 +26,7 @@ async def test_more_requests_than_can_run_are_all_answered(subject: Subject) -> 
     assert all(call.meta["finish_reason"]["type"] == "abort" for call in calls)
 
 
+@pytest.mark.slow
 async def test_two_hundred_requests_at_once_are_all_answered(subject: Subject) -> None:
     """Each with its own tokens. (FAILURES.md 52)"""
     calls = [subject.call([5, 6, 7 + number % 32], new=4) for number in range(200)]

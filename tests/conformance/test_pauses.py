@@ -7,6 +7,8 @@ import pytest
 
 from tests.conformance.subject import LONG, Subject, outputs
 
+pytestmark = pytest.mark.slow
+
 MODES = ["abort", "retract", "in_place"]
 HELD_S = 0.2
 # Long enough for an answer, if there were one.

@@ -7,6 +7,7 @@ import pytest
 from tests.conformance.subject import CONTEXT, Subject, body, outputs
 
 
+@pytest.mark.slow
 async def test_an_end_of_sequence_token_ends_a_request(subject: Subject) -> None:
     """It is in the ids and their log-probabilities."""
     reply = await subject.generate(new=1000, sampling={"ignore_eos": False})

@@ -13,6 +13,8 @@ import pytest
 
 from tests.conformance.subject import LONG, Subject, outputs
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 17, 33, 8, 40, 12]
 CLOSE = 1e-4
 ABSENT = "/does/not/exist"
