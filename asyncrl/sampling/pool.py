@@ -117,7 +117,7 @@ class Pool:
 
     def in_flight(self, url: str) -> int:
         """Our requests on ``url``."""
-        return len(self.running(url))
+        return len(self._servers[url].running) if url in self._servers else 0
 
     def running(self, url: str) -> Sequence[Running]:
         """Our requests on ``url``, as they are now."""
