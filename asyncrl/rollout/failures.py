@@ -52,15 +52,12 @@ class Failures:
 
 
 class _Row:
-    """Failures in a row. ``begin`` marks a beginning; what began before the last counted failure does not count."""
+    """Failures in a row. ``counted`` marks a beginning: what began before the last counted failure does not count."""
 
     def __init__(self) -> None:
         self.length = 0
         self.first: BaseException | None = None
-        self._counted = 0
-
-    def begin(self) -> int:
-        return self._counted
+        self.counted = 0
 
     def end(self) -> None:
         self.length = 0
@@ -69,8 +66,8 @@ class _Row:
     def add(self, mark: int, error: BaseException) -> None:
         if self.first is None:
             self.first = error
-        if mark == self._counted:
-            self._counted += 1
+        if mark == self.counted:
+            self.counted += 1
             self.length += 1
 
 
@@ -92,11 +89,12 @@ class FailureBudget:
 
     def attempt_begins(self) -> int:
         """The mark of a member's attempt that begins now."""
-        return self._attempts.begin()
+        return self._attempts.counted
 
     def attempt_ended(self) -> None:
         """A member got its reward, or was ended by its group's deadline."""
-        self._attempts.end()
+        if self._attempts.first is not None:
+            self._attempts.end()
 
     def attempt_failed(self, mark: int, error: BaseException) -> BaseException | None:
         """An attempt failed: the error to end the run with, if that was one too many."""
@@ -113,7 +111,7 @@ class FailureBudget:
 
     def group_begins(self) -> int:
         """The mark of a group that begins now."""
-        return self._groups.begin()
+        return self._groups.counted
 
     def group_ended(self) -> None:
         """A group has members to train."""

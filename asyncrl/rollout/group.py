@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import anyio
 
@@ -43,7 +43,6 @@ from asyncrl.types import DropReason, Group, Trajectory, TruncationCause
 
 __all__ = ["run_group"]
 
-_NONE: AbstractContextManager[None] = nullcontext()
 _CLOSE_S = 10.0
 # close() runs even when the run is being cancelled, but must not keep it from ending.
 
@@ -225,8 +224,12 @@ class _GroupRun:
         env = self._factory.create()
         activities[traj.id] = (traj, "reset", now())
         try:
-            with UserCalls(self._context.environment_timeout_s) as calls, self._deadline(traj):
-                await self._play(traj, env, calls)
+            with UserCalls(self._context.environment_timeout_s) as calls:
+                if self._context.trajectory_timeout_s == math.inf:
+                    await self._play(traj, env, calls)
+                else:  # a scope and its timer for each trajectory only where they are wanted
+                    with Deadline(f"trajectory {traj.id}", self._context.trajectory_timeout_s):
+                        await self._play(traj, env, calls)
         finally:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
@@ -247,11 +250,6 @@ class _GroupRun:
         keys = {"trajectory": traj.id, "environment": type(env).__name__, "error": error}
         now = self._context.now()
         self._context.events.emit(Notice(time=now, name="environment_not_closed", level="warning", keys=keys))
-
-    def _deadline(self, traj: Trajectory) -> AbstractContextManager[None]:
-        seconds = self._context.trajectory_timeout_s
-        # A scope and its timer for each trajectory only where they are wanted.
-        return _NONE if seconds == math.inf else Deadline(f"trajectory {traj.id}", seconds)
 
     async def _play(self, traj: Trajectory, env: Env, calls: UserCalls) -> None:
         if traj.spans:
