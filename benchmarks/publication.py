@@ -44,8 +44,8 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
 _FULL, _LORA = ("disk", "tensors", "distributed"), ("disk", "tensors")
 _PHASE_S = 60.0
 _TIMES_SLOWER = {"disk": 1.0, "tensors": 20.0, "distributed": 4.0}
-# Over the way from disk, the page cache being quick. On a CPU tensors travel by value, as base64 in JSON, which is what
-# SGLang's route takes: with 240 MB a server reads that for seconds. On a GPU they are handles, and this does not say so.
+# Over the way from disk, whose page cache is quick. On a CPU tensors travel by value, as base64 in JSON, which is what
+# SGLang's route takes: a server reads 240 MB of that for seconds. On a GPU they are handles; this says nothing of them.
 _TOLERANCE = 1e-3
 
 
