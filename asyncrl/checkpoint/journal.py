@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import orjson
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from asyncrl.checkpoint.files import draft, drafted, remove, settle, sync
 from asyncrl.errors import CheckpointError
@@ -26,6 +25,10 @@ from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 __all__ = ["Consumed", "Journal", "JournalEntry"]
 
 _FORMAT = "1"
+_NUMBERS = ("advantage", "weight", "temperature")
+# Of a sequence; and its arrays.
+_ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "mask": "|b1"}
+_TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL"}
 _HEAD = ("n", "version", "admitted", "dropped", "trained_members", "dropped_members", "loss", "divisor")
 
 
@@ -76,7 +79,7 @@ class Journal:
 
     def draft(self, entry: JournalEntry) -> None:
         """Write the entry and flush it, under a name that does not count yet."""
-        draft(self._path(entry.n), [_encode(entry)])
+        draft(self._path(entry.n), _encode(entry))
 
     def commit(self, n: int) -> None:
         """The drafted step has happened."""
@@ -112,30 +115,39 @@ class Journal:
         return self._folder / f"{n:06d}.safetensors"
 
 
-def _encode(entry: JournalEntry) -> bytes:
+def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
+    """The file in pieces: one sequence at a time, so that millions of tokens are neither copied nor held for long."""
     sequences = [sequence for chunk in entry.chunks for sequence in chunk]
-    arrays = {
-        "lengths": np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64),
-        "tokens": _joined([sequence.tokens for sequence in sequences], np.int32),
-        "logprobs": _joined([sequence.logprobs for sequence in sequences], np.float32),
-        "mask": _joined([sequence.mask for sequence in sequences], np.bool_),
-        **{
-            name: np.array([getattr(sequence, name) for sequence in sequences], dtype=np.float64)
-            for name in ("advantage", "weight", "temperature")
-        },
-    }
+    tokens = sum(len(sequence.tokens) for sequence in sequences)
+    numbers = {"lengths": np.array([len(sequence.tokens) for sequence in sequences], dtype="<i8")}
+    for name in _NUMBERS:
+        numbers[name] = np.array([getattr(sequence, name) for sequence in sequences], dtype="<f8")
+    shapes = [(name, array.dtype, len(sequences)) for name, array in numbers.items()]
+    shapes += [(name, np.dtype(kind), tokens) for name, kind in _ARRAYS.items()]
     head = {
         **{name: getattr(entry, name) for name in _HEAD},
         "consumed": entry.consumed,
         "settings": None if entry.settings is None else asdict(entry.settings),
         "chunks": [len(chunk) for chunk in entry.chunks],
     }
-    return save(arrays, metadata={"format": _FORMAT, "entry": orjson.dumps(head).decode()})
+    yield _header(shapes, {"format": _FORMAT, "entry": orjson.dumps(head).decode()})
+    for array in numbers.values():
+        yield array.tobytes()
+    for name, kind in _ARRAYS.items():
+        for sequence in sequences:
+            yield np.ascontiguousarray(getattr(sequence, name), dtype=kind).data
 
 
-def _joined(arrays: Sequence[np.ndarray[Any, Any]], kind: type[np.generic]) -> np.ndarray[Any, Any]:
-    joined: np.ndarray[Any, Any] = np.concatenate([np.empty(0, dtype=kind), *arrays])
-    return joined.astype(kind, copy=False)
+def _header(shapes: Sequence[tuple[str, np.dtype[Any], int]], metadata: Mapping[str, str]) -> bytes:
+    """Of a safetensors file with these one-dimensional arrays: name, type, length; the widest first."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, kind, length in shapes:
+        start, end = end, end + kind.itemsize * length
+        header[name] = {"dtype": _TYPES[kind.str], "shape": [length], "data_offsets": [start, end]}
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _decode(path: Path, *, sequences: bool) -> JournalEntry:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import asyncrl as rl
 from asyncrl.checkpoint.journal import Journal
+from asyncrl.testing import VirtualClock
 from tests.resume.runs import Life, Plan, entries, image
 
 SYNCHRONOUS = Plan(steps=3, weights_every=2)
@@ -219,3 +223,50 @@ def test_groups_with_a_deadline_survive_kills_and_stops(tmp_path: Path, seed: in
     assert set(final.values()) <= {1}
     if stragglers == "truncate":
         assert len(members) == 4 * len(final)
+
+
+class _StrikingClock(VirtualClock):
+    """Calls ``strike`` before the pass number ``at`` after it was set."""
+
+    def __init__(self, at: int, seed: int) -> None:
+        super().__init__(seed=seed)
+        self._left = at
+        self.strike: Callable[[], object] | None = None
+
+    def _run_once(self) -> None:
+        if self.strike is not None:
+            self._left -= 1
+            if not self._left:
+                self.strike()
+        super()._run_once()
+
+
+async def _until_struck(life: Life) -> bool:
+    clock = asyncio.get_running_loop()
+    assert isinstance(clock, _StrikingClock)
+    with anyio.CancelScope() as scope:
+        clock.strike = scope.cancel
+        await life.live()
+    return scope.cancel_called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovery", ["stateless", "snapshot", "drop"])
+def test_a_run_can_be_stopped_between_any_two_of_its_awaits(tmp_path: Path, recovery: str) -> None:
+    """And resumed: the same parameters, and no step twice, wherever the cancellation came."""
+    plan = Plan(steps=2, weights_every=1, recovery=recovery)
+    whole = Life(plan, None)
+    whole.play()
+    at, struck = 1, True
+    while struck:
+        directory = tmp_path / str(at)
+        first = Life(plan, directory)
+        clock = partial(_StrikingClock, at, at)
+        struck = anyio.run(_until_struck, first, backend_options={"loop_factory": clock})
+        assert all(env.closed == 1 for env in first.envs)
+        second = Life(plan, directory)
+        second.play()
+        assert second.learner.parameters == whole.learner.parameters, at
+        assert {step.n for step in first.steps}.isdisjoint(step.n for step in second.steps)
+        at += 1
+    assert at > 100
