@@ -93,7 +93,11 @@ class Env(ABC):
         return 0.0
 
     async def snapshot(self, traj: Trajectory) -> Any:
-        """A JSON value from which ``restore`` brings this environment back (``recovery="snapshot"``)."""
+        """A JSON value from which ``restore`` brings this environment back (``recovery="snapshot"``).
+
+        In a run with checkpoints it is called after ``reset`` and after each answer, before the next request leaves; a
+        call that was cut off by the end of a process is made again after ``restore``.
+        """
         raise NotImplementedError
 
     async def restore(self, traj: Trajectory, state: Any) -> None:

@@ -27,6 +27,9 @@ class Addition(rl.Env):
     Held-out sums are checked at once: an evaluation measures the model and not the checker.
     """
 
+    recovery = "stateless"
+    # A new one that was reset is as good.
+
     def __init__(self, tool_latency: float = 0.0) -> None:
         self._latency_s = tool_latency
         self._heldout = False

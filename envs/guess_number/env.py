@@ -30,6 +30,8 @@ GUESSES = 5
 class GuessNumber(rl.Env):
     """One game. ``tool_latency``: mean seconds that the tool takes; most calls are quick, some are ten times slower."""
 
+    recovery = "snapshot"
+
     def __init__(self, tool_latency: float = 0.0) -> None:
         self._latency_s = tool_latency
         self._random = random.Random()
@@ -68,6 +70,16 @@ class GuessNumber(rl.Env):
         guesses = int(traj.metrics.get("tool_calls", 0))
         traj.metrics["won"] = float(self._right)
         return 1.0 - 0.1 * (guesses - 1) if self._right else 0.1 * (guesses - self._ruled_out)
+
+    async def snapshot(self, traj: rl.Trajectory) -> list[int]:
+        """What the guesses so far have told."""
+        return [self._allowed.start, self._allowed.stop, self._right, self._ruled_out]
+
+    async def restore(self, traj: rl.Trajectory, state: list[int]) -> None:
+        """The same game after a stop of the run."""
+        await self.reset(traj.row)
+        start, stop, right, ruled_out = state
+        self._allowed, self._right, self._ruled_out = range(start, stop), bool(right), bool(ruled_out)
 
 
 def train_rows() -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from asyncrl.types import ToolCall, Trajectory
@@ -42,6 +44,21 @@ async def test_hints_end_and_reward(number: int, guesses: list[int | None], hint
     env, traj, seen = await _play(number, guesses)
     assert seen == hints
     assert await env.reward(traj, None) == pytest.approx(reward)
+
+
+async def test_a_game_that_is_brought_back_goes_on() -> None:
+    """A hint that was given before counts after it, and so does a win."""
+    env, traj, _ = await _play(7, [4])
+    traj.row = {"number": 7, "seed": 0}
+    again = GuessNumber()
+    await again.restore(traj, json.loads(json.dumps(await env.snapshot(traj))))
+    traj.tool_calls, traj.turns = [ToolCall(name="guess", arguments={"number": 3})], 2
+    assert await again.on_turn(traj) is None
+    assert await again.reward(traj, None) == pytest.approx(0.1)
+    won, traj, _ = await _play(7, [7])
+    traj.row = {"number": 7, "seed": 0}
+    await again.restore(traj, await won.snapshot(traj))
+    assert await again.reward(traj, None) == 1.0
 
 
 def test_rows_are_balanced() -> None:
