@@ -48,9 +48,13 @@ class Snapshots:
         """Save ``state`` and forget all but the newest two. Returns the oldest step that a kept snapshot is after."""
         self._tokens.begin()
         path = self._path(self._next)
-        # The lines first: they write the token data, which has to be on disk before anything names it.
-        lines = list(self._lines(state))
-        shards = self._tokens.end()
+        try:
+            # The lines first: they write the token data, which has to be on disk before anything names it.
+            lines = list(self._lines(state))
+            shards = self._tokens.end()
+        except BaseException:
+            self._tokens.abandon()
+            raise
         draft(path, lines)
         settle(drafted(path), path)
         self._kept.append((self._next, state.n, shards))

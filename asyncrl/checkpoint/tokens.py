@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -99,6 +100,13 @@ class TokenStore:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def abandon(self) -> None:
+        """A save failed, and nobody knows how much of it was written: the next one begins a shard."""
+        self._live = Counter()
+        with suppress(OSError):
+            self.close()
+        self._file = None
 
     def keep_only(self, shards: Iterable[int]) -> None:
         """Remove every other shard, but for the one being written."""

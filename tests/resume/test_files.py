@@ -288,3 +288,27 @@ async def test_half_a_line_of_a_killed_process_is_taken_off(tmp_path: Path) -> N
         (2, 0.5),
     ]
     assert [event.metrics for event in results if isinstance(event, EvaluationFinished)] == [{"reward_mean": 1.0}]
+
+
+def test_a_save_that_fails_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk leaves half a record; what is saved later, when there is room again, is whole."""
+    traj = _trajectory(tokens=1000)
+    with closing(Snapshots(tmp_path)) as snapshots:
+        snapshots.write(_state(_active(frozen(traj)), n=1))
+        traj.append(_span(500))
+        original = store.TokenStore._append
+
+        def half(self: store.TokenStore, data: bytes | memoryview) -> None:
+            original(self, memoryview(data).cast("B")[:10])
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(store.TokenStore, "_append", half)
+            snapshots.write(_state(_active(frozen(traj)), n=2))
+        assert _read(tmp_path).n == 1
+        snapshots.write(_state(_active(frozen(traj)), n=3))
+    read = _read(tmp_path)
+    assert read.n == 3
+    progress = read.groups[0].progress
+    assert progress is not None
+    _same(progress.active[0], traj)
