@@ -355,6 +355,32 @@ def test_a_group_that_loses_a_member_for_good_is_rolled_out_anew(max_staleness: 
     case.assert_exactly_once()
 
 
+def test_the_others_of_a_group_that_starts_afresh_are_cut_off_where_they_are() -> None:
+    """In a tool of five hundred seconds: it is cancelled, its environment is closed, and nobody waits for it."""
+    cut: list[float] = []
+
+    class Slow(One):
+        open = 0
+
+        async def on_turn(self, traj: Trajectory) -> list[Message] | None:
+            if traj.group == 0 and traj.member == 0 and traj.attempt <= 2:
+                raise rl.InfrastructureError("the sandbox is gone")
+            if traj.group == 0 and traj.attempt == 1:
+                try:
+                    await anyio.sleep(500)
+                finally:
+                    cut.append(anyio.current_time())
+            return None
+
+    case = Case(Slow)
+    case.play(1)
+    assert len(case.of(GroupRerolled)) == 1
+    assert len(cut) == 1
+    assert case.events[-1].time < 10
+    assert Slow.open == 0
+    case.assert_exactly_once()
+
+
 @pytest.mark.parametrize("order", ["completion", "admission"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_a_group_that_fails_again_is_dropped_and_replaced(max_staleness: int, order: str) -> None:
