@@ -14,9 +14,10 @@ from blockbuster import blockbuster_ctx
 from asyncrl.machine import has_module
 from asyncrl.sampling.install import installed_python
 from asyncrl.testing.clock import VirtualClock
+from tests.realserver import sglang_server
 from tests.tinymodels import reference, tiny_adapter, tiny_model
 
-__all__ = ["reference", "tiny_adapter", "tiny_model"]
+__all__ = ["reference", "sglang_server", "tiny_adapter", "tiny_model"]
 
 
 @pytest.hookimpl(trylast=True)

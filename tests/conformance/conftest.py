@@ -19,10 +19,9 @@ import uvicorn
 
 from asyncrl.types import FloatArray
 from tests.conformance.differences import DIFFERENCES
-from tests.conformance.subject import CONTEXT, Kind, Served, Subject
+from tests.conformance.subject import Kind, Served, Subject
+from tests.realserver import CONTEXT_LENGTH, MAX_RUNNING_REQUESTS, MAX_TOTAL_TOKENS, RealServer
 
-SLOTS, RUNNING = 16_384, 8
-# As many requests of ``LONG`` tokens fit: SGLang runs no more than its memory would hold to their ends.
 KINDS: tuple[Kind, ...] = ("scripted", "embedded", "sglang")
 MARKS: Mapping[Kind, Sequence[pytest.MarkDecorator]] = {
     "scripted": (),
@@ -89,7 +88,10 @@ def scripted_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
         return PACE_S * float(call.sampling_params.get("max_new_tokens") or 0)
 
     limits = ScriptedLimits(
-        context_length=CONTEXT, max_total_tokens=SLOTS, max_running_requests=RUNNING, vocab_size=VOCABULARY
+        context_length=CONTEXT_LENGTH,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_running_requests=MAX_RUNNING_REQUESTS,
+        vocab_size=VOCABULARY,
     )
     eos = [int(token) for token in np.argsort(-theta_distribution(0.0))[:8]]
     with served_by_uvicorn(ScriptedServer(seconds=pace, eos=eos, limits=limits), nullcontext()) as url:
@@ -99,9 +101,9 @@ def scripted_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
             weights=(folders[0], folders[1]),
             adapters=(folders[2], folders[3]),
             vocabulary=VOCABULARY,
-            context_length=CONTEXT,
-            max_total_tokens=SLOTS,
-            max_running_requests=RUNNING,
+            context_length=CONTEXT_LENGTH,
+            max_total_tokens=MAX_TOTAL_TOKENS,
+            max_running_requests=MAX_RUNNING_REQUESTS,
             logits=logits,
             tensors=lambda path: {f"theta:{read_theta(path)}": np.zeros(1, dtype=np.float32)},
         )
@@ -113,7 +115,7 @@ Folders = tuple[tuple[Path, Path], tuple[Path, Path]]
 @pytest.fixture(scope="session")
 def folders(tiny_model: Callable[..., Path], tiny_adapter: Callable[..., Path]) -> Folders:
     """Two models and two adapters. SGLang on a CPU widens the feed-forward layer unless it is a multiple of 64."""
-    sizes = {"intermediate_size": 64, "max_position_embeddings": CONTEXT}
+    sizes = {"intermediate_size": 64, "max_position_embeddings": CONTEXT_LENGTH}
     models = [tiny_model("qwen3", seed=seed, **sizes) for seed in (0, 1)]
     adapters = [tiny_adapter("qwen3", seed=seed, target_modules=ATTENTION) for seed in (0, 1)]
     return (models[0], models[1]), (adapters[0], adapters[1])
@@ -136,9 +138,9 @@ def _served(kind: Kind, url: str, folders: Folders, reference: Callable[..., Any
         weights=folders[0],
         adapters=folders[1],
         vocabulary=64,
-        context_length=CONTEXT,
-        max_total_tokens=SLOTS,
-        max_running_requests=RUNNING,
+        context_length=CONTEXT_LENGTH,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_running_requests=MAX_RUNNING_REQUESTS,
         logits=logits,
         tensors=tensors,
     )
@@ -150,34 +152,22 @@ def embedded_served(folders: Folders, reference: Callable[..., Any]) -> Iterator
     from asyncrl.sampling.embedded.app import ServerOptions, create_app
 
     app = create_app(
-        ServerOptions(model=folders[0][0], context_length=CONTEXT, max_total_tokens=SLOTS, max_running_requests=RUNNING)
+        ServerOptions(
+            model=folders[0][0],
+            context_length=CONTEXT_LENGTH,
+            max_total_tokens=MAX_TOTAL_TOKENS,
+            max_running_requests=MAX_RUNNING_REQUESTS,
+        )
     )
     with served_by_uvicorn(app, app.router.lifespan_context(app)) as url:
         yield _served("embedded", url, folders, reference)
 
 
 @pytest.fixture(scope="session")
-def sglang_served(
-    folders: Folders, reference: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def sglang_served(sglang_server: RealServer, folders: Folders, reference: Callable[..., Any]) -> Served:
     """The real server."""
-    from asyncrl.learning.lora import LoraConfig
-    from asyncrl.sampling.sglangcommand import SGLangOptions
-    from asyncrl.sampling.sglangserver import SGLangServer
-    from tests.sglang.conftest import held_open
-
-    options = SGLangOptions(
-        model=folders[0][0],
-        device="cpu",
-        lora=LoraConfig(r=16),
-        max_loras_per_batch=4,
-        context_length=CONTEXT,
-        max_running_requests=RUNNING,
-        max_total_tokens=SLOTS,
-    )
-    log = tmp_path_factory.mktemp("conformance") / "sglang.log"
-    with held_open(SGLangServer(options, log=log)) as url:
-        yield _served("sglang", url, folders, reference)
+    assert sglang_server.model == folders[0][0]
+    return _served("sglang", sglang_server.url, folders, reference)
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=MARKS[kind]) for kind in KINDS])

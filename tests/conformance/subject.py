@@ -13,10 +13,11 @@ import httpx
 import numpy as np
 
 from asyncrl.types import FloatArray
+from tests.realserver import CONTEXT_LENGTH
 
 Kind: TypeAlias = Literal["scripted", "embedded", "sglang"]
 
-CONTEXT = 2048
+CONTEXT = CONTEXT_LENGTH
 """Tokens of a prompt and its output, in all servers."""
 
 LONG = 1500

@@ -22,7 +22,7 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.types import IntArray, Segment
-from tests.sglang.conftest import RealServer
+from tests.realserver import RealServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.sampling.sglang import SGLang
 
 if TYPE_CHECKING:
-    from tests.sglang.conftest import RealServer
+    from tests.realserver import RealServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

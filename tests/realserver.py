@@ -1,4 +1,4 @@
-"""One real SGLang server for all tests in this folder: each start costs half a minute."""
+"""One real SGLang server for all tests of a session: each start costs half a minute."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from asyncrl.learning.lora import LoraConfig
 from asyncrl.sampling.sglangcommand import SGLangOptions
 from asyncrl.sampling.sglangserver import SGLangServer
 
+__all__ = ["RealServer", "sglang_server"]
+
 LORA_RANK = 16
+LORAS_PER_BATCH = 4
 MAX_RUNNING_REQUESTS = 8
-CONTEXT_LENGTH = 512
-MAX_TOTAL_TOKENS = 4096
+CONTEXT_LENGTH = 2048
+# As many requests that fill their context fit: SGLang runs no more than its memory would hold to their ends.
+MAX_TOTAL_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +80,12 @@ def held_open(server: SGLangServer) -> Iterator[str]:
 def sglang_server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """A real SGLang server with the tiny Qwen3 and adapters up to rank 16."""
     # SGLang on a CPU widens this size to a multiple of 64, and dies of an adapter that is not widened too.
-    model = tiny_model("qwen3", intermediate_size=64)
+    model = tiny_model("qwen3", seed=0, intermediate_size=64, max_position_embeddings=CONTEXT_LENGTH)
     options = SGLangOptions(
         model=model,
         device="cpu",
         lora=LoraConfig(r=LORA_RANK),
+        max_loras_per_batch=LORAS_PER_BATCH,
         context_length=CONTEXT_LENGTH,
         max_running_requests=MAX_RUNNING_REQUESTS,
         max_total_tokens=MAX_TOTAL_TOKENS,
