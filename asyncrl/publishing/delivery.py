@@ -97,6 +97,10 @@ class Delivery:
         self._differences: dict[str, float] = {}
         self._failures: dict[str, Exception] = {}
         self._locks: dict[str, anyio.Lock] = {}
+        self._installed: dict[str, Release] = {}
+        self._joining: dict[str, ServerControl] = {}
+        # Servers on their way back that have some release, if not the newest. They take part in the next delivery:
+        # with versions coming faster than one is installed, a server by itself would always be one behind.
         sampler.restore_with(self._restore)
 
     async def to_all(self, release: Release) -> float:
@@ -108,7 +112,7 @@ class Delivery:
         self._release = release
         self._differences.clear()
         self._failures.clear()
-        servers = self._sampler.live
+        servers = [*self._sampler.live, *self._joining.values()]
         together = Round(server.url for server in servers)
         async with anyio.create_task_group() as tasks:
             for server in servers:
@@ -141,14 +145,20 @@ class Delivery:
 
     async def _restore(self, server: ServerControl) -> None:
         """Install whatever is the release at the end of the installation."""
-        installed = None
-        while (release := self._release) is not None and release is not installed:
-            await self._install_once(server, release, Round([server.url], returning=True))
-            installed = release
+        self._installed.pop(server.url, None)
+        try:
+            while (release := self._release) is not None and release is not self._installed.get(server.url):
+                await self._install_once(server, release, Round([server.url], returning=True))
+                self._joining[server.url] = server
+        finally:
+            self._joining.pop(server.url, None)
 
     async def _install_once(self, server: ServerControl, release: Release, together: Round) -> None:
         # A delivery and a return may meet on one server; pauses and loads of the two must not interleave.
         async with self._locks.setdefault(server.url, anyio.Lock()):
+            if self._installed.get(server.url) is release and server.url in self._joining:
+                return
             difference = await self._install(server, release, together)
+            self._installed[server.url] = release
         if release is self._release:
             self._differences[server.url] = difference

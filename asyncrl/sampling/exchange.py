@@ -20,7 +20,7 @@ from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.pool import Pool
 from asyncrl.sampling.recovery import described
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, unanswered
-from asyncrl.sampling.wire import error_text, generate_body, parse_segment
+from asyncrl.sampling.wire import WrongWeights, error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
 __all__ = ["Exchange", "Front", "Place", "Router"]
@@ -141,6 +141,8 @@ class Exchange:
         try:
             reply = orjson.loads(response.content)
             return parse_segment(reply, request=request, server=_server(place), in_place=self._in_place())
+        except WrongWeights as error:
+            return self._lost(place, error)
         except (ProtocolError, orjson.JSONDecodeError) as error:
             self._suspect(place.url, described(error))
             raise ProtocolError(f"{place.url}: {error}") from error

@@ -17,7 +17,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.types import FloatArray, IntArray, Segment, StopReason, VersionSpan
 
-__all__ = ["PauseMode", "error_text", "generate_body", "parse_segment"]
+__all__ = ["PauseMode", "WrongWeights", "error_text", "generate_body", "parse_segment"]
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 """What a pause does to running requests: end them with what they have, compute them again later, or freeze them."""
@@ -58,12 +58,17 @@ def generate_body(request: SegmentRequest, *, rid: str, max_new_tokens: int | No
     return body
 
 
+class WrongWeights(ProtocolError):
+    """A sound reply by weights that were not asked for, as of a server that was started anew: another may do better."""
+
+
 def parse_segment(
     body: Mapping[str, Any], *, request: SegmentRequest, server: str = "", in_place: bool = False
 ) -> Segment:
     """The segment in a 200 reply. ``in_place``: weights may change under a running request, which shifts spans by one.
 
-    Raises ``ProtocolError`` if ids and log-probabilities are missing, do not match, or name an unknown version.
+    Raises ``ProtocolError`` if ids and log-probabilities are missing or do not match, and ``WrongWeights`` if they are
+    of an unknown version, or of another one than only would do.
     """
     try:
         meta = body["meta_info"]
@@ -83,7 +88,7 @@ def parse_segment(
         raise ProtocolError("the reply's ids are not the ids of its log-probabilities")
     tokens, logprobs = _tokens(ids), _finite(values)
     if request.replica and any(span.version != request.version for span in versions):
-        raise ProtocolError(
+        raise WrongWeights(
             f"a request for version {request.version} was answered by {[span.version for span in versions]}"
         )
     return Segment(
@@ -205,5 +210,5 @@ def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 def _label(label: object) -> int:
     if not str(label).isdecimal():
-        raise ProtocolError(f"the reply was sampled by weights {label!r}, which are no version of ours")
+        raise WrongWeights(f"the reply was sampled by weights {label!r}, which are no version of ours")
     return int(str(label))

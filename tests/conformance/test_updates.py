@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -81,7 +82,8 @@ async def test_an_update_waits_for_what_runs_and_holds_what_comes(subject: Subje
         updated = anyio.Event()
 
         async def update() -> None:
-            await subject.update("v1")
+            # Not with a flush: SGLang answers an aborted request one step before it is gone.
+            await subject.update("v1", flush_cache=False)
             updated.set()
 
         tasks.start_soon(update)
@@ -100,7 +102,7 @@ async def test_an_update_that_waits_goes_on_waiting_through_a_pause(subject: Sub
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(old := subject.call(rid="old", new=LONG))
         await subject.until_tokens()
-        tasks.start_soon(subject.update, "v1")
+        tasks.start_soon(partial(subject.update, "v1", flush_cache=False))
         await anyio.sleep(0.1)
         async with subject.paused("retract"):
             await anyio.sleep(0.1)

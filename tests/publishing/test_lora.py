@@ -398,3 +398,20 @@ async def test_held_versions_come_back_with_another_process(tmp_path: Path) -> N
         await run.publish(4)
         run.publisher.release(0)
         await one.wait_until(lambda: _versions(one) == [3, 4])
+
+
+@pytest.mark.virtual_clock
+async def test_a_server_returns_though_versions_come_as_fast_as_they_are_installed(tmp_path: Path) -> None:
+    """It takes part in the next delivery, instead of always being one version behind."""
+    one, two = ScriptedServer(seconds=lambda call: 10), ScriptedServer(seconds=lambda call: 10)
+    async with _running(tmp_path, one, two) as run:
+        await run.publish(0, 1)
+        two.down = True
+        run.sampler.quarantine(OTHER, "it died")
+        await run.publish(2)
+        two.restart()
+        two.down = False
+        await anyio.sleep(3)
+        await run.publish(3, 4, 5, 6, 7, 8)
+        assert len(run.sampler.live) == 2
+        assert _versions(two)[-1] == 8
