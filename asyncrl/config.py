@@ -26,8 +26,7 @@ from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam, cosine
 from asyncrl.learning.torch_learner import DType
 from asyncrl.machine import cache_directory
-from asyncrl.policy import Publication
-from asyncrl.publishing.carriers import BUCKET_BYTES
+from asyncrl.publishing.base import BUCKET_BYTES, Publication
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.failures import Failures
 from asyncrl.sampling.wire import PauseMode

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -16,8 +15,8 @@ import anyio.to_thread
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner
-from asyncrl.publishing.base import Publisher
-from asyncrl.publishing.carriers import BUCKET_BYTES, Carrier, DiskCarrier, TensorCarrier
+from asyncrl.publishing.base import BUCKET_BYTES, Publication, Publisher
+from asyncrl.publishing.carriers import Carrier, DiskCarrier, TensorCarrier
 from asyncrl.publishing.distributed import DistributedCarrier
 from asyncrl.publishing.full import FullPublisher, check_pause_mode
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
@@ -30,10 +29,7 @@ from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.scheduling.rules import KVCache, require_choice, require_count
 
-__all__ = ["OpenPolicy", "Policy", "Publication"]
-
-Publication: TypeAlias = Literal["disk", "tensors", "distributed"]
-"""How a version travels: in a folder that servers read, in requests, or (full weights) through a process group."""
+__all__ = ["OpenPolicy", "Policy"]
 
 _PHASES = 5
 # Of a publication through a process group: waiting for pauses, joining, sending; and once more, server by server.

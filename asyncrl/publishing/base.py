@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Address", "Publisher", "VersionKeeper"]
+__all__ = ["BUCKET_BYTES", "Address", "Publication", "Publisher", "VersionKeeper"]
+
+Publication: TypeAlias = Literal["disk", "tensors", "distributed"]
+"""How a version travels: in a folder that servers read, in requests, or (full weights) through a process group."""
+
+BUCKET_BYTES = 256 * 2**20
+"""Of one piece of the weights: a server holds it beside its weights, and as base64 it is a third larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,12 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.learning.base import Learner
+from asyncrl.publishing.base import BUCKET_BYTES
 from asyncrl.publishing.delivery import Round
 from asyncrl.publishing.staging import Copies, Folders, Store
 from asyncrl.sampling.control import ServerControl
 
-__all__ = ["BUCKET_BYTES", "Carrier", "DiskCarrier", "TensorCarrier", "is_local"]
-
-BUCKET_BYTES = 256 * 2**20
-"""Of one piece of the weights: a server holds it beside its weights, and as base64 it is a third larger."""
+__all__ = ["Carrier", "DiskCarrier", "TensorCarrier", "is_local"]
 
 
 class Carrier(Protocol):

@@ -22,7 +22,8 @@ import anyio.to_thread
 
 from asyncrl.errors import PublicationError, SamplingError
 from asyncrl.learning.base import Learner
-from asyncrl.publishing.carriers import BUCKET_BYTES, is_local
+from asyncrl.publishing.base import BUCKET_BYTES
+from asyncrl.publishing.carriers import is_local
 from asyncrl.publishing.delivery import Round
 from asyncrl.publishing.staging import Copies
 from asyncrl.sampling.control import ServerControl
