@@ -309,7 +309,8 @@ class _Training:
         self.first_drop = self.first_drop or finished.error
         self.batches.drop(group)
         event = finished.event()
-        self.capture.dropped.append((group, str(event.reason)))
+        if self.books is not None:
+            self.capture.dropped.append((group, str(event.reason)))
         self.events.emit(event)
 
     def _birth(self, group: int, version: int) -> None:
