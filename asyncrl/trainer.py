@@ -371,11 +371,7 @@ class _Training:
             **self.recorder.take(anyio.current_time(), gauges),
             **self.rollout_keys,
             **batch,
-            **step.assembly.metrics(),
-            **step.times.metrics(),
-            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self.plan.loss.diagnostics)},
-            **{f"loss/{key}": value for key, value in step.assembly.losses().items()},
-            **{f"optimizer/{key}": value for key, value in step.optimized.items()},
+            **step.metrics(),
         }
 
     async def _save_weights(self, *, at_once: bool = False) -> None:

@@ -133,6 +133,16 @@ class TrainerStep:
             raise
         return True
 
+    def metrics(self) -> Mapping[str, float]:
+        """How the batch was assembled and trained, and how long that took; see ``batch`` for what it was."""
+        return {
+            **self.assembly.metrics(),
+            **self.times.metrics(),
+            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self._plan.loss.diagnostics)},
+            **{f"loss/{key}": value for key, value in self.assembly.losses().items()},
+            **{f"optimizer/{key}": value for key, value in self.optimized.items()},
+        }
+
     async def _forward_backward(self, remaining: int) -> None:
         """Take the batch, whole or in chunks, and accumulate its gradient."""
         while remaining:
