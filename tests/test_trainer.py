@@ -174,7 +174,7 @@ class _Flat(_Env):
 
 
 def test_a_batch_without_gradient_makes_no_version() -> None:
-    """It counts as a step, its slots come back at once, and the optimizer is not called."""
+    """It counts as a step, its slots come back at once, and the optimizer is not called (FAILURES.md 46)."""
     case = _Case(env=_Flat)
     run_virtual(case.run)
     assert [(step.n, step.model_step) for step in case.steps] == [(1, 0), (2, 0), (3, 0)]
