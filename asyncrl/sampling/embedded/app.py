@@ -15,12 +15,14 @@ import anyio
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from asyncrl.errors import ConfigError
 from asyncrl.learning.worker import Worker
+from asyncrl.sampling.bodylimit import BodyLimit
 from asyncrl.sampling.wireserver import (
     WireError,
     adapter_error,
@@ -62,6 +64,8 @@ class ServerOptions:
     exit_with_stdin: bool = False
     """End when standard input does."""
     random_seed: int = 0
+    max_body_bytes: int = 32 * 2**20
+    """Of one request; a prompt of a million tokens takes about 7 million."""
 
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
@@ -87,6 +91,7 @@ def create_app(options: ServerOptions) -> Starlette:
     return Starlette(
         lifespan=routes.lifespan,
         exception_handlers={HTTPException: _unknown},
+        middleware=[Middleware(BodyLimit, max_bytes=options.max_body_bytes)],
         routes=[
             *[Route(path, routes.guarded(handler), methods=["GET"]) for path, handler in routes.read.items()],
             *[Route(path, routes.guarded(handler), methods=["POST"]) for path, handler in routes.write.items()],
@@ -360,7 +365,7 @@ class _Routes:
 
 
 async def _unknown(request: HTTPRequest, error: Exception) -> Response:
-    """Routes and methods that are not there."""
+    """Routes and methods that are not there, and bodies that are too long."""
     assert isinstance(error, HTTPException)
     return _json({"detail": error.detail}, error.status_code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ async def test_a_key_opens_all_routes_but_the_health_checks(serving: Serving) ->
         assert (await client.get("/ready")).status_code == 200
         assert await post(client, "/generate", 401, **body([5])) == {"error": "Unauthorized"}
         client.headers["Authorization"] = "Bearer secret"
+        await post(client, "/generate", **body([5]))
+
+
+async def test_a_body_beyond_the_limit_is_refused(serving: Serving) -> None:
+    """Whether it says its length or comes in pieces; the server goes on."""
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for _ in range(100):
+            yield b" " * 100
+
+    async with serving(max_body_bytes=5000) as client:
+        for content in (b" " * 5001, pieces()):
+            response = await client.post("/generate", content=content)
+            assert (response.status_code, "5000 bytes" in response.text) == (413, True)
         await post(client, "/generate", **body([5]))
 
 
