@@ -19,16 +19,25 @@ from tests.tinymodels import reference, tiny_adapter, tiny_model
 
 __all__ = ["reference", "sglang_server", "tiny_adapter", "tiny_model"]
 
+_LEFT_OUT = pytest.StashKey[int]()
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``sglang`` are run when they are asked for: their server takes half a minute to start."""
     marked = [item for item in items if item.get_closest_marker("sglang")]
     if "sglang" not in config.option.markexpr:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a real SGLang server: `pytest -m sglang`"))
+        items[:] = [item for item in items if not item.get_closest_marker("sglang")]
+        config.hook.pytest_deselected(items=marked)
+        config.stash[_LEFT_OUT] = len(marked)
     elif marked and not (installed_python() or has_module("sglang")):
         raise pytest.UsageError("SGLang is not installed: run `asyncrl install-sglang` first")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out."""
+    if left_out := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"{left_out} tests need a real SGLang server: `pytest -m sglang`")
 
 
 def pytest_asyncio_loop_factories(
