@@ -149,7 +149,8 @@ def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLa
     plan_command(options, machine)
     split_gpus(options, machine, section.servers)
     if model is None:
-        return SGLang([server_url(options)])
+        # Never opened: as many as there will be, for what the checks make of that.
+        return SGLang([server_url(dataclasses.replace(options, port=1 + index)) for index in range(section.servers)])
     return SGLang.launch(options, servers=section.servers, log_directory=directory)
 
 

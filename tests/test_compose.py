@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def heldout():
 
 def build(directory):
     BUILT.append(directory)
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text('{"vocab_size": 8}')
 
 
 def broken_build(directory):
@@ -199,3 +200,13 @@ def test_a_refused_combination_makes_no_model(recipe: Path) -> None:
     with pytest.raises(ConfigError, match="max_staleness is -1"):
         _compose(recipe, "trainer.max_staleness=-1")
     assert not (recipe.parent / "cache").exists()
+
+
+def test_versions_are_kept_by_two_servers_of_the_run_s_own_but_not_by_one(recipe: Path) -> None:
+    """Before there is a model, the checks know how many servers there will be."""
+    _use_source(recipe, "build")
+    servers = ("sampler.backend=sglang", "sampler.device=cpu", f"sampler.python={sys.executable}")
+    with pytest.raises(ConfigError, match="sample on two or more servers"):
+        _compose(recipe, *servers, "trainer.max_staleness=1")
+    assert not (recipe.parent / "cache").exists()
+    _compose(recipe, *servers, "trainer.max_staleness=1", "sampler.servers=2")
