@@ -25,6 +25,7 @@ from asyncrl.iteration import Consumer, iterate
 from asyncrl.policy import OpenPolicy, Policy
 from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.group import run_group
@@ -244,11 +245,11 @@ class RolloutEngine:
                 events=events,
                 failures=FailureBudget(self.failures),
                 activities=Activities(),
-                environment_timeout_s=self._environment_timeout_s,
+                calls=UserCalls(self._environment_timeout_s),
                 trajectory_timeout_s=self._trajectory_timeout_s,
                 now=asyncio.get_running_loop().time,
             )
-            with ExitStack() as stack:
+            with context.calls, ExitStack() as stack:
                 stack.callback(_follow_capacity(policy.sampler, context.requests))
                 yield EngineSession(
                     policy=policy,

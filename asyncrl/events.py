@@ -291,19 +291,26 @@ class Events:
 
         return unsubscribe
 
+    def wants(self, kind: type[Event]) -> bool:
+        """True if somebody observes events of this kind; where there are many of them, the others need not be made."""
+        return bool(self._route(kind))
+
     def emit(self, event: Event) -> None:
         """Hand ``event`` to every observer of its kind, in the order of their subscription.
 
         Raises ``ObserverError`` if one of them raises.
         """
-        observers = self._routes.get(type(event))
-        if observers is None:
-            observers = tuple(observer for observer, kinds in self._observers if isinstance(event, kinds))
-            self._routes[type(event)] = observers
-        for observer in observers:
+        for observer in self._route(type(event)):
             try:
                 observer(event)
             except StalenessError:
                 raise  # the run itself broke a promise, and this observer found it
             except Exception as error:
                 raise ObserverError(f"{observer!r} raised {error!r} at {event}") from error
+
+    def _route(self, kind: type[Event]) -> tuple[Observer, ...]:
+        observers = self._routes.get(kind)
+        if observers is None:
+            observers = tuple(observer for observer, kinds in self._observers if issubclass(kind, kinds))
+            self._routes[kind] = observers
+        return observers

@@ -48,7 +48,7 @@ from asyncrl.learning.losses import Loss, loss_from
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
 from asyncrl.observe.lag import LoopLag, settled_heap
-from asyncrl.observe.metrics import MetricsRecorder
+from asyncrl.observe.metrics import COUNTED, MetricsRecorder
 from asyncrl.observe.watchdog import WATCHED, Watchdog
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, check_versions, possible_losses
 from asyncrl.rollout.progress import GroupProgress
@@ -231,7 +231,7 @@ class _Training:
         self._warn()
         unsubscribe = (
             self.events.subscribe(self.ledger.observe, kinds=ENTERED),
-            self.events.subscribe(self.recorder.observe),
+            self.events.subscribe(self.recorder.observe, kinds=COUNTED),
             self.events.subscribe(self.watchdog.observe, kinds=WATCHED),
         )
         # As many versions may wait for publication as the bound allows the trainer to be ahead.

@@ -130,6 +130,11 @@ class Segment:
         if position != len(self.tokens):
             raise ValueError(f"version spans {self.versions} do not cover {len(self.tokens)} tokens")
 
+    @property
+    def oldest_version(self) -> int:
+        """Of its tokens, of which there is at least one."""
+        return self.versions[0].version if len(self.versions) == 1 else min(span.version for span in self.versions)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Span:

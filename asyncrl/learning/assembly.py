@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, GroupCentered, Rewards
@@ -22,7 +22,8 @@ from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
 
 __all__ = ["StepAssembly"]
 
-BoolArray = npt.NDArray[np.bool_]
+_Placed: TypeAlias = tuple[int, Span]
+"""A span, and which token of its conversation is its first."""
 
 
 class StepAssembly:
@@ -150,11 +151,12 @@ class StepAssembly:
         return 0.0 if rule == "zero_reward" else member.reward
 
     def _sequences(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
-        masks = [self._mask(member) for member in group.members_G]
-        tokens_G = [int(mask.sum()) for mask in masks]
+        trained_G = [self._trained(member) for member in group.members_G]
+        tokens_G = [sum(len(span.tokens) for _, span in trained) for trained in trained_G]
+        group_tokens = sum(tokens_G)
         self._divisor.add(tokens_G)
         self._silent += not any(advantages)
-        if any(tokens_G):
+        if group_tokens:
             self._active_groups.add(group.index)
         for member, tokens in zip(group.members_G, tokens_G, strict=True):
             if member.dropped is not DropReason.FAILED:
@@ -162,44 +164,45 @@ class StepAssembly:
         return [
             self._sequence(
                 member,
-                mask,
+                trained,
                 advantage,
-                token_weight(self._normalize, tokens=tokens, group_tokens=sum(tokens_G)),
+                token_weight(self._normalize, tokens=tokens, group_tokens=group_tokens),
             )
-            for member, mask, advantage, tokens in zip(group.members_G, masks, advantages, tokens_G, strict=True)
+            for member, trained, advantage, tokens in zip(group.members_G, trained_G, advantages, tokens_G, strict=True)
             if tokens and advantage != 0.0
         ]
 
-    def _sequence(self, member: Trajectory, mask: BoolArray, advantage: float, weight: float) -> TrainingSequence:
-        logprobs = np.zeros(member.context_tokens, dtype=np.float32)
-        start = end = 0
-        for span in member.spans:
-            stop = start + len(span.tokens)
-            if span.logprobs is not None:
-                logprobs[start:stop] = span.logprobs
-                if mask[start]:
-                    end = stop
-            start = stop
+    def _sequence(
+        self, member: Trajectory, trained: Sequence[_Placed], advantage: float, weight: float
+    ) -> TrainingSequence:
         # What follows the last trained token conditions nothing that is trained.
+        start, last = trained[-1]
+        end = start + len(last.tokens)
+        mask = np.zeros(end, dtype=np.bool_)
+        logprobs = np.zeros(end, dtype=np.float32)
+        for start, span in trained:
+            stop = start + len(span.tokens)
+            mask[start:stop] = True
+            logprobs[start:stop] = span.logprobs
         return TrainingSequence(
             tokens=member.tokens()[:end],
-            logprobs=logprobs[:end],
-            mask=mask[:end],
+            logprobs=logprobs,
+            mask=mask,
             advantage=advantage,
             weight=weight,
             temperature=self._temperature,
         )
 
-    def _mask(self, member: Trajectory) -> BoolArray:
-        """(context_tokens,) True where a token is trained; all False for a member that is not."""
-        mask = np.zeros(member.context_tokens, dtype=np.bool_)
+    def _trained(self, member: Trajectory) -> list[_Placed]:
+        """The spans that are trained; none of a member that is not."""
+        trained: list[_Placed] = []
         if member.dropped is None and member.reward is not None:
             start = 0
             for span in member.spans:
-                stop = start + len(span.tokens)
-                mask[start:stop] = self._trainable(span, member)
-                start = stop
-        return mask
+                if self._trainable(span, member):
+                    trained.append((start, span))
+                start += len(span.tokens)
+        return trained
 
     def _trainable(self, span: Span, member: Trajectory) -> bool:
         if span.kind is not SpanKind.GENERATED:

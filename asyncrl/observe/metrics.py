@@ -9,7 +9,8 @@ know them: what the learner reports (``loss/*``, ``optimizer/*``) and how a step
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,21 @@ from asyncrl.events import (
 )
 from asyncrl.types import BarrierWait, DropReason, Group, SpanKind, Trajectory, TruncationCause
 
-__all__ = ["BatchMetrics", "MetricsRecorder", "percentile"]
+__all__ = ["COUNTED", "BatchMetrics", "MetricsRecorder", "percentile"]
+
+COUNTED = (
+    BarrierOpened,
+    ChunkTrained,
+    GroupDropped,
+    GroupRerolled,
+    MemberDiscarded,
+    MemberFailed,
+    MemberResumed,
+    SegmentSampled,
+    VersionCommitted,
+    VersionPublished,
+)
+"""The events to subscribe to."""
 
 _SUMMED = (
     "publication/seconds",
@@ -51,32 +66,31 @@ _TOOLS = ("tool_calls", "tool_errors", "tool_seconds")
 
 
 class MetricsRecorder:
-    """Owns the sums since the last step. Subscribe ``observe``; ``started`` is the loop time now."""
+    """Owns the sums since the last step. Subscribe ``observe`` to ``COUNTED``; ``started`` is the loop time now."""
 
     def __init__(self, *, started: float) -> None:
         self._since = started
         self._sums = dict.fromkeys(_SUMMED, 0.0)
         self._longest: BarrierWait | None = None
+        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
+            SegmentSampled: self._count_segment,
+            BarrierOpened: self._count_wait,
+            ChunkTrained: self._count_chunk,
+            VersionCommitted: self._count_version,
+            VersionPublished: self._count_publication,
+            MemberFailed: self._count_waste,
+            MemberDiscarded: self._count_waste,
+            GroupDropped: self._count_waste,
+            GroupRerolled: self._count_waste,
+            MemberResumed: self._count_waste,
+        }
+        assert self._handlers.keys() == set(COUNTED)
 
     def observe(self, event: Event) -> None:
         """Count ``event``."""
-        match event:
-            case SegmentSampled():
-                self._count_segment(event)
-            case BarrierOpened():
-                self._count_wait(event)
-            case ChunkTrained():
-                self._add("train/backward_chunks", 1)
-                self._add("train/datums", event.sequences)
-            case VersionCommitted():
-                self._add("train/updated", 1)
-            case VersionPublished():
-                self._add("publication/seconds", event.seconds)
-                self._add("publication/versions", 1)
-            case MemberFailed() | MemberDiscarded() | GroupDropped() | GroupRerolled():
-                self.waste(event.generated_tokens)
-            case MemberResumed(recovered=False):
-                self.waste(event.generated_tokens)
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
 
     def sums(self) -> dict[str, float]:
         """What was counted since the last step."""
@@ -89,7 +103,7 @@ class MetricsRecorder:
 
     def waste(self, tokens: int) -> None:
         """Count generated tokens that will never be trained."""
-        self._add("sampling/wasted_tokens", tokens)
+        self._sums["sampling/wasted_tokens"] += tokens
 
     def take(self, now: float, gauges: Mapping[str, float]) -> dict[str, float]:
         """The metrics of the interval that ends ``now`` (loop time), and start the next one.
@@ -112,22 +126,37 @@ class MetricsRecorder:
         return metrics
 
     def _count_segment(self, event: SegmentSampled) -> None:
-        self._add("sampling/requests", 1)
-        self._add("sampling/generated_tokens", event.tokens)
-        self._add("sampling/prompt_tokens", event.prompt_tokens)
-        self._add("sampling/cached_prompt_tokens", event.cached_tokens)
-        self._add("sampling/kv_refreshes", event.refilled)
-        self._add("sampling/queue_seconds", event.queue_seconds)
-        self._add("sampling/request_seconds", event.seconds)
+        sums = self._sums
+        sums["sampling/requests"] += 1
+        sums["sampling/generated_tokens"] += event.tokens
+        sums["sampling/prompt_tokens"] += event.prompt_tokens
+        sums["sampling/cached_prompt_tokens"] += event.cached_tokens
+        sums["sampling/kv_refreshes"] += event.refilled
+        sums["sampling/queue_seconds"] += event.queue_seconds
+        sums["sampling/request_seconds"] += event.seconds
 
     def _count_wait(self, event: BarrierOpened) -> None:
-        self._add("staleness/wait_seconds", event.wait.seconds)
-        self._add("staleness/wait_count", 1)
+        self._sums["staleness/wait_seconds"] += event.wait.seconds
+        self._sums["staleness/wait_count"] += 1
         if self._longest is None or event.wait.seconds > self._longest.seconds:
             self._longest = event.wait
 
-    def _add(self, key: str, value: float) -> None:
-        self._sums[key] += value
+    def _count_chunk(self, event: ChunkTrained) -> None:
+        self._sums["train/backward_chunks"] += 1
+        self._sums["train/datums"] += event.sequences
+
+    def _count_version(self, event: VersionCommitted) -> None:
+        self._sums["train/updated"] += 1
+
+    def _count_publication(self, event: VersionPublished) -> None:
+        self._sums["publication/seconds"] += event.seconds
+        self._sums["publication/versions"] += 1
+
+    def _count_waste(
+        self, event: MemberFailed | MemberDiscarded | GroupDropped | GroupRerolled | MemberResumed
+    ) -> None:
+        if not (isinstance(event, MemberResumed) and event.recovered):
+            self.waste(event.generated_tokens)
 
 
 class BatchMetrics:

@@ -56,21 +56,23 @@ class Deadline:
 
 
 class UserCalls:
-    """Makes the calls of one trajectory, one after the other, each with a deadline of ``timeout`` seconds.
+    """Makes the calls of a run's trajectories, each with a deadline of ``timeout`` seconds. A task makes one at a time.
 
-    One timer serves all of them, and the deadline cancels the task as ``asyncio.timeout`` does: a cancel scope and a
-    timer for each call cost more than everything else that a turn needs. Leaving the block ends the timer.
+    All have the same time, so they are due in the order in which they began, and one timer serves them all. The
+    deadline cancels the task as ``asyncio.timeout`` does: a cancel scope and a timer for each call cost more than
+    everything else that a turn needs. Leaving the block ends the timer.
     """
 
-    __slots__ = ("_expires", "_late", "_loop", "_task", "_timeout_s", "_timer")
+    __slots__ = ("_due", "_late", "_loop", "_timeout_s", "_timer")
 
     def __init__(self, timeout: float = math.inf) -> None:
         self._timeout_s = timeout
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._expires = math.inf
-        self._late = False
+        self._due: dict[asyncio.Task[Any], float] = {}
+        # Who makes a call -> loop time by which it has to end; earliest first.
+        self._late: set[asyncio.Task[Any]] = set()
+        # Those of them whose call was ended.
 
     def __enter__(self) -> UserCalls:
         return self
@@ -85,30 +87,37 @@ class UserCalls:
     async def __call__(self, function: Callable[..., T | Awaitable[T]], *args: Any) -> T: ...
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``, a coroutine function or a plain one. Raises what ``call_user`` raises."""
-        self._task = task = asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
-        self._expires = self._loop.time() + self._timeout_s
-        if self._timer is None and self._expires < math.inf:
-            self._timer = self._loop.call_at(self._expires, self._look)
+        self._due[task] = due = self._loop.time() + self._timeout_s
+        if self._timer is None and due < math.inf:
+            self._timer = self._loop.call_at(due, self._look)
         try:
-            return await _run(function, args)
+            return await _begun(function, args)
         except asyncio.CancelledError:
             # If somebody else cancelled the task as well, that counts for more.
-            if self._late and task.uncancel() <= cancelling:
+            if task in self._late and task.uncancel() <= cancelling:
                 raise _timeout(_name(function), self._timeout_s) from None
             raise
+        except Exception as error:  # noqa: BLE001  raised again below
+            failure = blamed(_name(function), error)
         finally:
-            self._expires = math.inf
+            del self._due[task]
+            self._late.discard(task)
+        raise failure  # outside of the handler, so that it keeps its own cause
 
     def _look(self) -> None:
-        """The deadline of some call has come; of an earlier one, if another is under way."""
+        """The deadline of some call has come; of one that has ended, if another is under way."""
         self._timer = None
-        if self._loop.time() >= self._expires and self._task is not None:
-            self._late = True
-            self._task.cancel()
-        elif self._expires < math.inf:
-            self._timer = self._loop.call_at(self._expires, self._look)
+        now = self._loop.time()
+        for task, due in self._due.items():
+            if due > now:
+                self._timer = self._loop.call_at(due, self._look)
+                return
+            if task not in self._late:
+                self._late.add(task)
+                task.cancel()
 
 
 @overload
@@ -121,17 +130,18 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout: float = m
     connection inside, and whatever else the function raises.
     """
     with Deadline(_name(function), timeout):
-        return await _run(function, args)
+        try:
+            return await _begun(function, args)
+        except Exception as error:  # noqa: BLE001  raised again below
+            failure = blamed(_name(function), error)
+        raise failure  # outside of the handler, so that it keeps its own cause
 
 
-async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        if _is_asynchronous(getattr(function, "__func__", function)):
-            return await function(*args)
-        return await in_thread(partial(function, *args), _name(function))
-    except Exception as error:  # noqa: BLE001  raised again below
-        failure = blamed(_name(function), error)
-    raise failure  # outside of the handler, so that it keeps its own cause
+def _begun(function: Callable[..., Any], args: tuple[Any, ...]) -> Awaitable[Any]:
+    """The call, to be awaited at once."""
+    if _is_asynchronous(getattr(function, "__func__", function)):
+        return function(*args)  # type: ignore[no-any-return]
+    return in_thread(partial(function, *args), _name(function))
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:

@@ -33,7 +33,7 @@ from asyncrl.events import (
     MemberFailed,
     Notice,
 )
-from asyncrl.rollout.calls import Deadline, UserCalls, call_user
+from asyncrl.rollout.calls import Deadline, call_user
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, error_text
 from asyncrl.rollout.progress import GroupProgress
@@ -123,10 +123,12 @@ class _GroupRun:
         return self._progress.lost is not None
 
     async def run(self) -> Group | FailedGroup:
+        over = self._progress.over
         async with self._tasks as tasks:
-            for member in range(self._plan.size):
-                if self._progress.lost is None and self._progress.begins(member):
-                    tasks.start_soon(self._run, member)
+            if self._progress.lost is None:
+                for member in range(self._plan.size):
+                    if member not in over:
+                        tasks.start_soon(self._run, member)
         error = self._progress.lost
         if error is None and len(self._progress.errors) == self._plan.size:
             error = self._progress.errors[0]
@@ -224,12 +226,11 @@ class _GroupRun:
         env = self._factory.create()
         activities[traj.id] = (traj, "reset", now())
         try:
-            with UserCalls(self._context.environment_timeout_s) as calls:
-                if self._context.trajectory_timeout_s == math.inf:
-                    await self._play(traj, env, calls)
-                else:  # a scope and its timer for each trajectory only where they are wanted
-                    with Deadline(f"trajectory {traj.id}", self._context.trajectory_timeout_s):
-                        await self._play(traj, env, calls)
+            if self._context.trajectory_timeout_s == math.inf:
+                await self._play(traj, env)
+            else:  # a scope and its timer for each trajectory only where they are wanted
+                with Deadline(f"trajectory {traj.id}", self._context.trajectory_timeout_s):
+                    await self._play(traj, env)
         finally:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
@@ -251,20 +252,20 @@ class _GroupRun:
         now = self._context.now()
         self._context.events.emit(Notice(time=now, name="environment_not_closed", level="warning", keys=keys))
 
-    async def _play(self, traj: Trajectory, env: Env, calls: UserCalls) -> None:
+    async def _play(self, traj: Trajectory, env: Env) -> None:
         if traj.spans:
-            await go_on(traj, env, calls, self._context, fresh=self._plan.member(traj.member, traj.attempt))
+            await go_on(traj, env, self._context, fresh=self._plan.member(traj.member, traj.attempt))
             if not traj.spans and self._progress.at_quorum is not None:
                 self._progress.at_quorum[traj.member] = 0
         if self._plan.completion.stragglers is None:
-            await converse(traj, env, calls, self._context, allow=self._allow)
+            await converse(traj, env, self._context, allow=self._allow)
         else:
             with self._until_deadline() as scope:
-                await converse(traj, env, calls, self._context, allow=self._allow)
+                await converse(traj, env, self._context, allow=self._allow)
             if scope.cancelled_caught or traj.truncated is TruncationCause.GROUP_DEADLINE:
                 self._cut(traj)
         if traj.dropped is None:
-            await grade(traj, env, calls, self._context)
+            await grade(traj, env, self._context)
 
     def _begin(self, traj: Trajectory) -> None:
         self._progress.active[traj.member] = traj

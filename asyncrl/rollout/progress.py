@@ -53,9 +53,10 @@ class GroupProgress:
         """True if a member has sampled something."""
         return bool(self.ended) or any(traj.generated_tokens for traj in self.active.values())
 
-    def begins(self, member: int) -> bool:
-        """True if ``member`` has to run: from the start, or on from where it is."""
-        return member not in self.left and all(traj.member != member for traj in self.ended)
+    @property
+    def over(self) -> set[int]:
+        """Members that need not run; the others do, from the start or on from where they are."""
+        return self.left.union(traj.member for traj in self.ended)
 
     def lose(self, members: set[int]) -> None:
         """These members will not be seen again."""

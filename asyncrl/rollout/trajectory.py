@@ -81,7 +81,8 @@ class RolloutContext:
     events: Events
     failures: FailureBudget
     activities: Activities
-    environment_timeout_s: float = math.inf
+    calls: UserCalls
+    """Makes the calls of environments."""
     trajectory_timeout_s: float = math.inf
     now: Callable[[], float] = anyio.current_time
     """The loop's time."""
@@ -92,19 +93,18 @@ class RolloutContext:
 
 
 async def converse(
-    traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext, *, allow: Callable[[Trajectory, int], int]
+    traj: Trajectory, env: Env, context: RolloutContext, *, allow: Callable[[Trajectory, int], int]
 ) -> None:
     """Take ``traj`` from wherever it is to the end of its conversation; ``grade`` comes next.
 
-    ``calls`` makes the calls of ``env``. ``allow(traj, tokens)`` is asked when a request is about to leave how many of
-    these tokens it may be for; 0 truncates with ``GROUP_DEADLINE``. Whatever the environment or the sampler raises,
-    this raises.
+    ``allow(traj, tokens)`` is asked when a request is about to leave how many of these tokens it may be for; 0
+    truncates with ``GROUP_DEADLINE``. Whatever the environment or the sampler raises, this raises.
     """
     if not traj.spans:
-        await _reset(traj, env, calls, context)
+        await _reset(traj, env, context)
     while traj.truncated is None and not traj.over:
         if traj.awaiting_reply:
-            await _reply(traj, env, calls, context)
+            await _reply(traj, env, context)
             continue
         if traj.turn_tokens and context.budget.turn_complete(traj, traj.turn_cap):
             await _read(traj, env, context)
@@ -120,10 +120,10 @@ async def converse(
             _extend(traj, segment)
 
 
-async def _reset(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
-    messages = await calls(env.reset, traj.row)
+async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    messages = await context.calls(env.reset, traj.row)
     ids = await context.renderer.prompt(messages, env.tools)
-    traj.env_state = await _env_state(traj, env, calls, context)
+    traj.env_state = await _env_state(traj, env, context)
     traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
 
@@ -201,7 +201,7 @@ async def _sample(
             time=now,
             group=traj.group,
             member=traj.member,
-            version=min((span.version for span in segment.versions), default=version),
+            version=segment.oldest_version if segment.versions else version,
             prompt_tokens=traj.context_tokens,
             cached_tokens=segment.cached_tokens,
             tokens=len(segment.tokens),
@@ -235,14 +235,14 @@ def leave_version(traj: Trajectory, context: RolloutContext) -> None:
         context.release(traj.version)
 
 
-async def _env_state(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> bytes | None:
+async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> bytes | None:
     """What the environment needs to be brought back. At once as bytes, for it may go on with the same objects."""
     if not context.keeps_env_state or env.recovery != "snapshot":
         return None
-    return orjson.dumps(await calls(env.snapshot, traj), option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(await context.calls(env.snapshot, traj), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-async def go_on(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext, *, fresh: Trajectory) -> None:
+async def go_on(traj: Trajectory, env: Env, context: RolloutContext, *, fresh: Trajectory) -> None:
     """Bring the new ``env`` to where ``traj`` was cut off in an earlier process; if it cannot, begin from ``fresh``."""
     recovered = env.recovery == "stateless" or (env.recovery == "snapshot" and traj.env_state is not None)
     tokens = traj.generated_tokens
@@ -251,9 +251,9 @@ async def go_on(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutCo
         for name in Trajectory.__slots__:
             setattr(traj, name, getattr(fresh, name))
     elif env.recovery == "stateless":
-        await calls(env.reset, traj.row)
+        await context.calls(env.reset, traj.row)
     else:
-        await calls(env.restore, traj, orjson.loads(traj.env_state or b"null"))
+        await context.calls(env.restore, traj, orjson.loads(traj.env_state or b"null"))
     if tokens:
         context.events.emit(
             MemberResumed(
@@ -262,18 +262,18 @@ async def go_on(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutCo
         )
 
 
-async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
+async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """Ask the environment for its answer to the turn, and take note of it."""
     started = context.now()
     context.activities[traj.id] = (traj, "reply", started)
-    errors, tool_seconds = (traj.metrics.get(key, 0.0) for key in ("tool_errors", "tool_seconds"))
-    answer = await calls(env.on_turn, traj)
+    errors, tool_seconds = traj.metrics.get("tool_errors", 0.0), traj.metrics.get("tool_seconds", 0.0)
+    answer = await context.calls(env.on_turn, traj)
     result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
     now = context.now()
     in_tools = traj.metrics.get("tool_seconds", 0.0) - tool_seconds
     traj.add_seconds("environment", max(0.0, now - started - in_tools))
-    context.events.emit(
-        ToolCalled(
+    if context.events.wants(ToolCalled):
+        called = ToolCalled(
             time=now,
             group=traj.group,
             member=traj.member,
@@ -281,8 +281,8 @@ async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
             calls=len(traj.tool_calls),
             errors=int(traj.metrics.get("tool_errors", 0.0) - errors),
         )
-    )
-    state = await _env_state(traj, env, calls, context)
+        context.events.emit(called)
+    state = await _env_state(traj, env, context)
     cause = context.budget.after_turn(traj)
     if result is None or cause is not None:
         traj.env_state = state
@@ -299,22 +299,22 @@ async def _reply(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutC
     traj.awaiting_reply = False
 
 
-async def grade(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutContext) -> None:
+async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is not finite."""
     started = context.now()
     context.activities[traj.id] = (traj, "reward", started)
     if traj.truncated is None:
-        value = await calls(env.reward, traj, traj.row)
+        value = await context.calls(env.reward, traj, traj.row)
     else:
-        value = await calls(env.on_truncated, traj, traj.row, traj.truncated)
+        value = await context.calls(env.on_truncated, traj, traj.row, traj.truncated)
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"the reward of trajectory {traj.id} is {reward}, but must be finite")
     traj.reward = reward
     now = context.now()
     traj.add_seconds("reward", now - started)
-    context.events.emit(
-        MemberFinished(
+    if context.events.wants(MemberFinished):
+        finished = MemberFinished(
             time=now,
             group=traj.group,
             member=traj.member,
@@ -323,4 +323,4 @@ async def grade(traj: Trajectory, env: Env, calls: UserCalls, context: RolloutCo
             generated_tokens=traj.generated_tokens,
             truncated=traj.truncated.value if traj.truncated else "",
         )
-    )
+        context.events.emit(finished)

@@ -20,9 +20,9 @@ from asyncrl.scheduling.rules import KVCache
 __all__ = ["Placement", "place"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Placement:
-    """``version`` samples, on a prefix that ``anchor`` computed."""
+    """``version`` samples, on a prefix that ``anchor`` computed. Not to be changed, but quick to make."""
 
     version: int
     anchor: int

@@ -282,6 +282,25 @@ async def test_each_call_of_a_trajectory_has_its_own_deadline() -> None:
 
 
 @pytest.mark.virtual_clock
+async def test_calls_that_are_under_way_together_are_each_late_by_their_own_beginning() -> None:
+    """Two trajectories begin five seconds apart: one is in time, and each of the others ends after its ten seconds."""
+    ended: dict[str, float] = {}
+
+    async def late(name: str, calls: UserCalls) -> None:
+        with pytest.raises(RolloutTimeout, match="sleep"):
+            await calls(anyio.sleep, 50)
+        ended[name] = anyio.current_time()
+
+    with UserCalls(10.0) as calls:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(late, "first", calls)
+            tasks.start_soon(calls, anyio.sleep, 2)
+            await anyio.sleep(5)
+            tasks.start_soon(late, "second", calls)
+    assert ended == {"first": 10, "second": 15}
+
+
+@pytest.mark.virtual_clock
 async def test_a_late_call_ends_whatever_scopes_it_has_of_its_own() -> None:
     """User code may have deadlines and task groups; the task is not left cancelled."""
 
