@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import orjson
 
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.transport import TRANSPORT_ERRORS, Client
+from asyncrl.sampling.transport import TRANSPORT_ERRORS, Client, was_stale
 from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
 
@@ -247,9 +248,16 @@ class ServerControl:
     async def _send(
         self, method: str, route: str, content: bytes | None, *, headers: Mapping[str, str], within_s: float
     ) -> Any:
+        send = partial(self._client.request, method, self.url + route, content=content, headers=headers)
+        started = anyio.current_time()
         try:
             with anyio.fail_after(within_s):
-                response = await self._client.request(method, self.url + route, content=content, headers=headers)
+                try:
+                    response = await send()
+                except TRANSPORT_ERRORS as error:
+                    if not was_stale(error, since=started):
+                        raise
+                    response = await send()
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{route} did not answer within {within_s:g} s") from error
         except TRANSPORT_ERRORS as error:

@@ -19,14 +19,13 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.pool import Pool
 from asyncrl.sampling.recovery import described
-from asyncrl.sampling.transport import TRANSPORT_ERRORS, unanswered
+from asyncrl.sampling.transport import TRANSPORT_ERRORS, was_stale
 from asyncrl.sampling.wire import WrongWeights, error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
 __all__ = ["Exchange", "Front", "Place", "Router"]
 
 _CANCELLED_ABORT_S = 5.0
-_STALE_S = 1.0
 
 
 class Place(Protocol):
@@ -94,10 +93,9 @@ class Exchange:
         try:
             return await self._ask_once(place, request)
         except TRANSPORT_ERRORS as error:
-            if not unanswered(error) or anyio.current_time() > started + _STALE_S:
+            if not was_stale(error, since=started):
                 return self._lost(place, error)
-        # The server closed an idle connection just when it was used again. That says nothing about the server; a
-        # connection that breaks later was in use, and whatever answers next may be another program.
+        # That says nothing about the server.
         try:
             return await self._ask_once(place, request)
         except TRANSPORT_ERRORS as error:

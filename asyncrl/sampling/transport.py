@@ -18,7 +18,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["TRANSPORT_ERRORS", "Client", "open_client", "require_open_files", "unanswered"]
+__all__ = ["STALE_S", "TRANSPORT_ERRORS", "Client", "open_client", "require_open_files", "was_stale"]
 
 TRANSPORT_ERRORS = (httpx.TransportError, aiohttp.ClientError)
 """The request or its answer was lost. A few of aiohttp's errors come through the bridge as they are."""
@@ -26,6 +26,8 @@ TRANSPORT_ERRORS = (httpx.TransportError, aiohttp.ClientError)
 _KEEP_ALIVE_S = 4
 # Servers close an idle connection after 5 s; a client that gives up first never writes into a closed one.
 _CONNECT_S = 10
+STALE_S = 1.0
+"""A connection that breaks this soon after a request was written had been idle."""
 _TCP_IDLE_S = 30
 # Routers and address translators forget a silent connection after minutes, and a paused server is silent.
 _OTHER_FILES = 256
@@ -85,8 +87,14 @@ class _RampedConnector(aiohttp.TCPConnector):
             return await super()._create_connection(req, traces, timeout)
 
 
-def unanswered(error: BaseException) -> bool:
-    """True if a connection that was open broke before the first byte of an answer: asking again is safe."""
+def was_stale(error: BaseException, *, since: float) -> bool:
+    """True if a request of the time ``since`` met an idle connection that the server had just closed: ask again.
+
+    It broke at once and before the first byte of an answer. One that breaks later was in use, and whatever answers next
+    may be another program.
+    """
+    if anyio.current_time() > since + STALE_S:
+        return False
     cause = error.__cause__
     if isinstance(cause, aiohttp.ClientConnectorError):
         return False

@@ -16,7 +16,7 @@ import uvicorn
 
 from asyncrl.errors import ConfigError
 from asyncrl.events import Notice
-from asyncrl.sampling import exchange
+from asyncrl.sampling import transport
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.transport import require_open_files
@@ -47,6 +47,12 @@ def _request(key: int) -> SegmentRequest:
     )
 
 
+def _close_connections(server: uvicorn.Server) -> None:
+    for connection in list(server.server_state.connections):
+        assert connection.transport is not None
+        connection.transport.close()
+
+
 async def test_hundreds_of_cancelled_requests_leave_nothing_behind() -> None:
     """All are in flight, all are aborted on the server, and the connections after them are sound (FAILURES.md 20)."""
     app = ScriptedServer()
@@ -71,9 +77,9 @@ async def test_connections_that_the_server_closed_cost_no_request() -> None:
         sampler.events.subscribe(lambda event: pytest.fail(f"{event}"))
         for key in range(20):
             await sampler.sample(_request(key))
-            for connection in list(server.server_state.connections):
-                assert connection.transport is not None
-                connection.transport.close()
+            _close_connections(server)
+            await sampler.live[0].flush()
+            _close_connections(server)
     assert len(app.generated) == 20
 
 
@@ -81,7 +87,7 @@ async def test_a_connection_that_breaks_while_the_request_runs_makes_the_server_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever answers next may be another program, so it is looked at first (FAILURES.md 65)."""
-    monkeypatch.setattr(exchange, "_STALE_S", 0.0)
+    monkeypatch.setattr(transport, "STALE_S", 0.0)
     app = ScriptedServer()
     app.fault("/generate", Fault(hold=True))
     names: list[str] = []
