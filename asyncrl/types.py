@@ -231,25 +231,23 @@ class Trajectory:
 
     def append(self, span: Span) -> None:
         """Add the next tokens of the conversation."""
-        if len(span.tokens) == 0:
+        tokens = len(span.tokens)
+        if not tokens:
             return
         self.spans.append(span)
-        self.context_tokens += len(span.tokens)
+        self.context_tokens += tokens
         if span.kind is SpanKind.GENERATED:
-            self.generated_tokens += len(span.tokens)
-            self.turn_tokens += len(span.tokens)
+            self.generated_tokens += tokens
+            self.turn_tokens += tokens
 
     def append_segment(self, segment: Segment) -> None:
         """Add what a sampling request returned, one generated span for each policy version in it."""
+        tokens, logprobs = segment.tokens, segment.logprobs
+        several = len(segment.versions) > 1
         for part in segment.versions:
-            self.append(
-                Span(
-                    kind=SpanKind.GENERATED,
-                    tokens=segment.tokens[part.start : part.end],
-                    logprobs=segment.logprobs[part.start : part.end],
-                    version=part.version,
-                )
-            )
+            if several:
+                tokens, logprobs = segment.tokens[part.start : part.end], segment.logprobs[part.start : part.end]
+            self.append(Span(kind=SpanKind.GENERATED, tokens=tokens, logprobs=logprobs, version=part.version))
         self.segments += 1
         self.stop = segment.stop
         self.server = segment.server

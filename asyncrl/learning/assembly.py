@@ -22,8 +22,8 @@ from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
 
 __all__ = ["StepAssembly"]
 
-_Placed: TypeAlias = tuple[int, Span]
-"""A span, and which token of its conversation is its first."""
+_Placed: TypeAlias = tuple[int, int, Span]
+"""Tokens ``start <= i < stop`` of a conversation are this span's."""
 
 
 class StepAssembly:
@@ -152,7 +152,7 @@ class StepAssembly:
 
     def _sequences(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
         trained_G = [self._trained(member) for member in group.members_G]
-        tokens_G = [sum(len(span.tokens) for _, span in trained) for trained in trained_G]
+        tokens_G = [sum([stop - start for start, stop, _ in trained]) for trained in trained_G]
         group_tokens = sum(tokens_G)
         self._divisor.add(tokens_G)
         self._silent += not any(advantages)
@@ -176,12 +176,10 @@ class StepAssembly:
         self, member: Trajectory, trained: Sequence[_Placed], advantage: float, weight: float
     ) -> TrainingSequence:
         # What follows the last trained token conditions nothing that is trained.
-        start, last = trained[-1]
-        end = start + len(last.tokens)
+        _, end, _ = trained[-1]
         mask = np.zeros(end, dtype=np.bool_)
         logprobs = np.zeros(end, dtype=np.float32)
-        for start, span in trained:
-            stop = start + len(span.tokens)
+        for start, stop, span in trained:
             mask[start:stop] = True
             logprobs[start:stop] = span.logprobs
         return TrainingSequence(
@@ -199,14 +197,14 @@ class StepAssembly:
         if member.dropped is None and member.reward is not None:
             start = 0
             for span in member.spans:
-                if self._trainable(span, member):
-                    trained.append((start, span))
-                start += len(span.tokens)
+                stop = start + len(span.tokens)
+                if span.kind is SpanKind.GENERATED and self._trainable(span, member):
+                    trained.append((start, stop, span))
+                start = stop
         return trained
 
     def _trainable(self, span: Span, member: Trajectory) -> bool:
-        if span.kind is not SpanKind.GENERATED:
-            return False
+        """A generated span is young enough."""
         if span.version is None:
             raise StalenessError(f"trajectory {member.id} has a generated span without a version")
         if self._max_staleness is None or self._version - span.version <= self._max_staleness:

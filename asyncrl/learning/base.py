@@ -15,9 +15,12 @@ from asyncrl.types import FloatArray, IntArray
 __all__ = ["ChunkResult", "Learner", "OptimizerSettings", "TrainingSequence"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """One trajectory as the learner sees it; position i is about token i given the tokens before it."""
+    """One trajectory as the learner sees it; position i is about token i given the tokens before it.
+
+    Not to be changed, but quick to make.
+    """
 
     tokens: IntArray
     """(T,)"""

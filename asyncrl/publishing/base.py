@@ -15,9 +15,12 @@ BUCKET_BYTES = 256 * 2**20
 """Of one piece of the weights: a server holds it beside its weights, and as base64 it is a third larger."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Address:
-    """How a request names a version: adapter name (LoRA only), prefix-cache namespace, and which servers have it."""
+    """How a request names a version: adapter name (LoRA only), prefix-cache namespace, and which servers have it.
+
+    Not to be changed, but quick to make.
+    """
 
     adapter: str | None
     extra_key: str

@@ -87,7 +87,7 @@ class UserCalls:
     async def __call__(self, function: Callable[..., T | Awaitable[T]], *args: Any) -> T: ...
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``, a coroutine function or a plain one. Raises what ``call_user`` raises."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         cancelling = task.cancelling()
         self._due[task] = due = self._loop.time() + self._timeout_s
@@ -104,7 +104,8 @@ class UserCalls:
             failure = blamed(_name(function), error)
         finally:
             del self._due[task]
-            self._late.discard(task)
+            if self._late:
+                self._late.discard(task)
         raise failure  # outside of the handler, so that it keeps its own cause
 
     def _look(self) -> None:

@@ -124,11 +124,12 @@ class _GroupRun:
 
     async def run(self) -> Group | FailedGroup:
         over = self._progress.over
+        name = f"group {self._plan.index}"
         async with self._tasks as tasks:
             if self._progress.lost is None:
                 for member in range(self._plan.size):
                     if member not in over:
-                        tasks.start_soon(self._run, member)
+                        tasks.start_soon(self._run, member, name=name)
         error = self._progress.lost
         if error is None and len(self._progress.errors) == self._plan.size:
             error = self._progress.errors[0]

@@ -22,9 +22,9 @@ _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINK, _END_THINK = "<think>", "</think>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ParsedTurn:
-    """One model message: a view of the sampled tokens."""
+    """One model message: a view of the sampled tokens. Not to be changed, but quick to make."""
 
     message: Message
     """Role, content and, if any call could be read, ``tool_calls`` in the form that chat templates know."""

@@ -123,7 +123,7 @@ async def converse(
 async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     messages = await context.calls(env.reset, traj.row)
     ids = await context.renderer.prompt(messages, env.tools)
-    traj.env_state = await _env_state(traj, env, context)
+    traj.env_state = await _env_state(traj, env, context) if context.keeps_env_state else None
     traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.PROMPT, tokens=ids))
 
@@ -154,10 +154,11 @@ async def _sample(
     traj: Trajectory, wanted: int, context: RolloutContext, allow: Callable[[Trajectory, int], int]
 ) -> Segment | None:
     """Ask for ``wanted`` tokens, or what is allowed of them; None if nothing is."""
-    queued = context.now()
+    queued = dispatched = context.now()
     if not context.requests.acquire_nowait():
         context.activities[traj.id] = (traj, "queue", queued)
         await context.requests.acquire((traj.group, traj.member))
+        dispatched = context.now()
     try:
         # From here to the request's departure there is no await: the stamp is the version at dispatch.
         allowed = allow(traj, wanted)
@@ -169,7 +170,6 @@ async def _sample(
         try:
             context.on_birth(traj.group, version)
             address = context.address(version, placed.anchor)
-            dispatched = context.now()
             context.activities[traj.id] = (traj, "sampling", dispatched)
             segment = await context.sampler.sample(
                 SegmentRequest(
@@ -220,8 +220,8 @@ def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
         current = Placement(version=traj.version, anchor=traj.anchor)
     versions = context.versions
     target = place(current, versions.published, context.settings.kv_cache, arriving=versions.arriving)
-    if current is not None and target == current:
-        return current, False
+    if target is current or target == current:
+        return target, False
     if context.settings.keeps_version:
         context.hold(target.version)
         leave_version(traj, context)
@@ -237,7 +237,7 @@ def leave_version(traj: Trajectory, context: RolloutContext) -> None:
 
 async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> bytes | None:
     """What the environment needs to be brought back. At once as bytes, for it may go on with the same objects."""
-    if not context.keeps_env_state or env.recovery != "snapshot":
+    if env.recovery != "snapshot":
         return None
     return orjson.dumps(await context.calls(env.snapshot, traj), option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -282,7 +282,7 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
             errors=int(traj.metrics.get("tool_errors", 0.0) - errors),
         )
         context.events.emit(called)
-    state = await _env_state(traj, env, context)
+    state = await _env_state(traj, env, context) if context.keeps_env_state else None
     cause = context.budget.after_turn(traj)
     if result is None or cause is not None:
         traj.env_state = state

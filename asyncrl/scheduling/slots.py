@@ -72,7 +72,7 @@ class OrderedSlots:
 
     def release(self) -> None:
         """Give a slot back: to the oldest waiter, else to the free ones."""
-        if self.in_use > self.limit or not self._grant():
+        if self.in_use > self.limit or not self._waiters or not self._grant():
             self.in_use -= 1
 
     def _grant(self) -> bool:
