@@ -99,6 +99,13 @@ class EngineSession:
         )
         return replace(self, _context=context, _prefix=prefix)
 
+    def trained(self, on_birth: Callable[[int, int], None], *, resumable: bool) -> EngineSession:
+        """The same engine for a run: ``on_birth(group, version)`` is called at each dispatch.
+
+        ``resumable``: environments are asked for what they need to be brought back.
+        """
+        return replace(self, _context=replace(self._context, on_birth=on_birth, keeps_env_state=resumable))
+
     async def group(
         self,
         index: int,
@@ -106,19 +113,14 @@ class EngineSession:
         size: int,
         *,
         completion: GroupCompletion | None = None,
-        on_birth: Callable[[int, int], None] | None = None,
         on_part: Callable[[Group], None] | None = None,
         on_reroll: Callable[[int], None] | None = None,
         progress: GroupProgress | None = None,
     ) -> Group | FailedGroup:
         """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
 
-        ``on_birth(index, version)`` is called at each dispatch; ``on_part``, ``on_reroll`` and ``progress``: see
-        ``run_group``. With ``progress`` environments are asked for what they need to be brought back.
+        ``on_part``, ``on_reroll`` and ``progress``: see ``run_group``.
         """
-        context = self._context if on_birth is None else replace(self._context, on_birth=on_birth)
-        if progress is not None:
-            context = replace(context, keeps_env_state=True)
         plan = GroupPlan(
             index=index,
             row=row,
@@ -128,7 +130,7 @@ class EngineSession:
             completion=completion or GroupCompletion(),
         )
         return await run_group(
-            plan, self._factory, self._slots, context, on_part=on_part, on_reroll=on_reroll, progress=progress
+            plan, self._factory, self._slots, self._context, on_part=on_part, on_reroll=on_reroll, progress=progress
         )
 
 

@@ -191,6 +191,7 @@ class _Training:
     ) -> None:
         self.plan = plan
         self.session = session
+        self.rollouts = session.trained(self._birth, resumable=checkpoints is not None)
         self.clock = session.clock
         self.events = session.events
         self.rows = rows
@@ -292,12 +293,11 @@ class _Training:
         progress = None
         if self.checkpoints is not None:
             progress = self.capture.progress.setdefault(group, GroupProgress())
-        finished = await self.session.group(
+        finished = await self.rollouts.group(
             group,
             row,
             self.plan.group_size,
             completion=self.plan.completion,
-            on_birth=self._birth,
             on_part=self.batches.put,
             on_reroll=self.batches.renew,
             progress=progress,
