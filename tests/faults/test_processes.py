@@ -194,18 +194,19 @@ async def test_a_plain_tool_that_hangs_ends_at_its_deadline() -> None:
 async def test_threads_that_are_lost_for_ever_are_told_with_their_functions() -> None:
     """No call waits for a thread that never comes; one that ends is a thread again (FAILURES.md 59)."""
     release = threading.Event()
+    begun = threading.Semaphore(0)
 
     def verify() -> None:
+        begun.release()
         release.wait()
-
-    async def late() -> None:
-        with pytest.raises(RolloutTimeout):
-            await call_user(verify, timeout=0.05)
 
     try:
         async with anyio.create_task_group() as tasks:
             for _ in range(32):
-                tasks.start_soon(late)
+                tasks.start_soon(call_user, verify)
+            for _ in range(32):
+                await anyio.to_thread.run_sync(begun.acquire)
+            tasks.cancel_scope.cancel()
         with pytest.raises(rl.InfrastructureError, match=r"all 32 are held by calls .*verify \(32\).*rl\.in_process"):
             await call_user(verify)
     finally:
