@@ -292,3 +292,33 @@ def test_no_token_of_another_version_under_chaos(seed: int, tmp_path: Path, thre
             assert segments > 50
 
     run_virtual(main, seed=seed)
+
+
+@pytest.mark.virtual_clock
+async def test_a_server_that_is_being_changed_gets_no_request(tmp_path: Path) -> None:
+    """Its answer would be of weights that nobody asked for; what it has is ended even if it does not pause."""
+
+    def seconds(call: GenerateCall) -> float:
+        return 50 if call.sampling_params["max_new_tokens"] > 1 else 0
+
+    one, two = ScriptedServer(seconds=seconds), ScriptedServer(seconds=seconds)
+    async with _running(tmp_path, one, two) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        for server in (one, two):
+            server.fault("/pause_generation", Fault(ignore=True))
+            server.fault("/update_weights_from_disk", Fault(hold=True))
+        async with anyio.create_task_group() as tasks:
+            for key in "abcdefgh":
+                tasks.start_soon(run.sample, 0, key)
+            await anyio.sleep(1)
+            tasks.start_soon(run.publish, 1)
+            await anyio.sleep(1)
+            (changing,) = (server for server in (one, two) if not server.in_flight)
+            before = len(changing.generated)
+            for key in "ijklmnop":
+                tasks.start_soon(run.sample, 0, key)
+            await anyio.sleep(1)
+            assert len(changing.generated) == before
+            assert changing.in_flight == 0
+            changing.release()
