@@ -75,6 +75,7 @@ class RollingPublisher:
         # Where every server is to get; set when its publication begins.
         self._targets: dict[str, int] = {}
         # Servers that are being changed, and to what.
+        self._locks: dict[str, anyio.Lock] = {}
         self._differences: dict[int, float] = {}
         self._mismatch: ProbeMismatch | None = None
         sampler.restore_with(self._restore)
@@ -152,8 +153,8 @@ class RollingPublisher:
         if self._target is None:
             return
         # Before the first publication servers hold nothing of ours.
-        fresh = [url for url in self._sampler.versions if url not in self._serving]
         serving = self._serving
+        fresh = [url for url in self._sampler.versions if url not in serving]
         # The last server left serves the published version to whoever starts; it changes when nobody is under way.
         held = self._held if len(serving) > 1 else set(self._holders)
         changing = {*fresh, *may_change(serving, held, self._target.version)} - self._targets.keys()
@@ -204,20 +205,22 @@ class RollingPublisher:
 
     async def _install(self, server: ServerControl, release: Release) -> None:
         """Replace the weights of a server that has no request of ours."""
-        self._sampler.serving(server.url, None)
-        await self._sampler.vacate(server.url)
         label = str(release.version)
         alone = Round([server.url], returning=True)
-        await replace_weights(
-            self._sampler,
-            server,
-            label,
-            lambda: self._carrier.update(server, release.version, label, alone),
-            pause_mode="abort",
-            flush=True,
-        )
-        self._differences[release.version] = await self._staging.check(server, release)
-        self._sampler.serving(server.url, release.version)
+        # A change and a return may meet on one server; pauses and updates of the two must not interleave.
+        async with self._locks.setdefault(server.url, anyio.Lock()):
+            self._sampler.serving(server.url, None)
+            await self._sampler.vacate(server.url)
+            await replace_weights(
+                self._sampler,
+                server,
+                label,
+                lambda: self._carrier.update(server, release.version, label, alone),
+                pause_mode="abort",
+                flush=True,
+            )
+            self._differences[release.version] = await self._staging.check(server, release)
+            self._sampler.serving(server.url, release.version)
 
     def _remove_unused(self) -> None:
         in_use = self._held | set(self._serving.values())

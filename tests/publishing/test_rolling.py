@@ -322,3 +322,30 @@ async def test_a_server_that_is_being_changed_gets_no_request(tmp_path: Path) ->
             assert len(changing.generated) == before
             assert changing.in_flight == 0
             changing.release()
+
+
+@pytest.mark.virtual_clock
+async def test_a_change_and_a_return_do_not_meet_on_one_server(tmp_path: Path) -> None:
+    """A server that becomes suspect while it is changed is updated again only afterwards."""
+    one, two = ScriptedServer(), ScriptedServer()
+    async with _running(tmp_path, one, two) as run:
+        await run.publish(0)
+        await run.settled()
+        for server in (one, two):
+            server.fault("/update_weights_from_disk", Fault(hold=True))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run.publish, 1)
+            await anyio.sleep(1)
+            (url,) = (url for url, server in run.servers.items() if server.paused is not None)
+            changing = run.servers[url]
+            pauses = [route for route, _ in changing.calls].count("/pause_generation")
+            run.sampler.suspect(url, "test")
+            await anyio.sleep(10)
+            assert [route for route, _ in changing.calls].count("/pause_generation") == pauses
+            one.release()
+            two.release()
+        await run.settled()
+        one.release()
+        two.release()
+        await run.settled()
+        assert run.versions == ["1", "1"]
