@@ -171,24 +171,7 @@ async def _sample(
             context.on_birth(traj.group, version)
             address = context.address(version, placed.anchor)
             context.activities[traj.id] = (traj, "sampling", dispatched)
-            segment = await context.sampler.sample(
-                SegmentRequest(
-                    trajectory_id=traj.id,
-                    input_ids=traj.tokens(),
-                    max_new_tokens=allowed,
-                    version=version,
-                    temperature=context.settings.temperature,
-                    top_p=context.settings.top_p,
-                    top_k=context.settings.top_k,
-                    stop=context.renderer.stop,
-                    stop_token_ids=context.renderer.stop_token_ids,
-                    seed=(traj.seed + traj.segments * 104_729) % 2**31,
-                    adapter=address.adapter,
-                    extra_key=address.extra_key,
-                    anchor=placed.anchor,
-                    replica=address.replica,
-                )
-            )
+            segment = await context.sampler.sample(_request(traj, allowed, placed, address, context))
         finally:
             context.release(version)
     finally:
@@ -211,6 +194,28 @@ async def _sample(
         )
     )
     return segment
+
+
+def _request(
+    traj: Trajectory, tokens: int, placed: Placement, address: Address, context: RolloutContext
+) -> SegmentRequest:
+    settings = context.settings
+    return SegmentRequest(
+        trajectory_id=traj.id,
+        input_ids=traj.tokens(),
+        max_new_tokens=tokens,
+        version=placed.version,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop=context.renderer.stop,
+        stop_token_ids=context.renderer.stop_token_ids,
+        seed=(traj.seed + traj.segments * 104_729) % 2**31,
+        adapter=address.adapter,
+        extra_key=address.extra_key,
+        anchor=placed.anchor,
+        replica=address.replica,
+    )
 
 
 def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
