@@ -13,7 +13,7 @@ import anyio
 
 from asyncrl.errors import SamplingError
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.loads import Notify, parse_load
+from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.pool import Pool
 
 __all__ = ["Abortable", "Aborts"]
@@ -62,7 +62,7 @@ class Aborts:
             await anyio.sleep(_SETTLE_S)
             looked_at = list(tries)
             try:
-                load = parse_load(await server.loads())
+                load = await server.load()
             except SamplingError:
                 # It is gone, or does not tell; the client or its load monitor has noticed.
                 break

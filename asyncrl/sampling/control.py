@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import httpx
-import numpy as np
 import orjson
 
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.replies import Load, adapter_names, parse_load, ranks_of, scored, shown
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, Client, was_stale
 from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
@@ -53,18 +54,20 @@ class ServerControl:
         """Resolved options and software version; slow while the server is busy."""
         return await self._get("/server_info")
 
-    async def loads(self) -> Mapping[str, Any]:
+    async def load(self) -> Load:
         """Running and waiting requests and memory in use; quick, also while the server is busy."""
-        return await self._get("/v1/loads")
+        with self._reading("/v1/loads"):
+            return parse_load(await self._get("/v1/loads"))
 
     async def weight_label(self) -> str:
         """The label of the base weights that the server holds; ours are policy versions in decimal."""
-        return str((await self.model_info()).get("weight_version"))
+        label = (await self.model_info()).get("weight_version")
+        return label if isinstance(label, str) else shown(label)
 
     async def adapters(self) -> set[str]:
         """Names of the loaded LoRA adapters."""
-        models = (await self._get("/v1/models")).get("data", [])
-        return {str(model["id"]) for model in models if model.get("parent")}
+        with self._reading("/v1/models"):
+            return adapter_names(await self._get("/v1/models"))
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder ``path``, readable by the server, as ``name``. A name in use is refused."""
@@ -92,7 +95,8 @@ class ServerControl:
 
     async def tensor_ranks(self) -> int:
         """How many tensor-parallel ranks the server has; each takes a copy of its own of what is sent."""
-        return int((await self.server_info()).get("tp_size") or 1)
+        with self._reading("/server_info"):
+            return ranks_of(await self.server_info())
 
     async def begin_update(self) -> None:
         """Open a session for weights that arrive in pieces. One that somebody left open is closed first."""
@@ -164,7 +168,10 @@ class ServerControl:
     async def checksum(self) -> str:
         """The same for servers that hold the same base weights. Reads all of them: for tests and doubts."""
         reply = await self._post("/weights_checker", {"action": "checksum"}, within_s=math.inf)
-        return str(reply["per_engine_checksum"])
+        found = reply.get("per_engine_checksum") if isinstance(reply, Mapping) else None
+        if not isinstance(found, str):
+            raise ProtocolError(f"{self.url}/weights_checker: per_engine_checksum is {shown(found)}, not a text")
+        return found
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop computing; new requests wait at the server until ``continue_``."""
@@ -210,20 +217,21 @@ class ServerControl:
         # The first reported position never has a value, so the report starts one token early.
         body = generate_body(request, rid=uuid.uuid4().hex) | {"logprob_start_len": start - 1}
         reply = await self._post("/generate", body, headers=self._data_headers, within_s=math.inf)
+        with self._reading("/generate"):
+            return scored(reply, tokens[start:].tolist())
+
+    @contextmanager
+    def _reading(self, route: str) -> Generator[None, None, None]:
+        """A reply that is wrong is one of this server."""
         try:
-            entries = reply["meta_info"]["input_token_logprobs"][1:]
-            logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
-            ids = [entry[1] for entry in entries]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ProtocolError(f"{self.url} did not score a prompt: {error!r}") from error
-        if ids != tokens[start:].tolist():
-            raise ProtocolError(f"{self.url} scored other tokens than it was sent: {ids}")
-        return logprobs
+            yield
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.url}{route}: {error}") from error
 
     async def _get(self, route: str) -> Mapping[str, Any]:
         reply = await self._call("GET", route, None, headers=self._data_headers, within_s=_QUICK_S)
         if not isinstance(reply, Mapping):
-            raise ProtocolError(f"{self.url}{route} answered {reply!r} instead of an object")
+            raise ProtocolError(f"{self.url}{route} answered {shown(reply)} instead of an object")
         return reply
 
     async def _post(
@@ -268,7 +276,7 @@ class ServerControl:
         reply = _parse(response.content)
         if isinstance(reply, Mapping) and reply.get("success") is False:
             reason = reply.get("error_message") or reply.get("message") or "no reason given"
-            raise RequestRefused(f"{self.url}{route} says that it did not succeed: {reason}")
+            raise RequestRefused(f"{self.url}{route} says that it did not succeed: {shown(reason)}")
         return reply
 
 

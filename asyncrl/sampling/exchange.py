@@ -105,7 +105,8 @@ class Exchange:
         # A rid belongs to one attempt: an earlier one may still be live on the server. All have the same length,
         # because an abort may match by prefix.
         rid = uuid.uuid4().hex
-        body = generate_body(request, rid=rid, max_new_tokens=self._room(place.url, request))
+        most_tokens = self._room(place.url, request)
+        body = generate_body(request, rid=rid, max_new_tokens=most_tokens)
         anchor = request.version if request.anchor is None else request.anchor
         if anchor < self.oldest_anchor:
             return _aborted_at_once()
@@ -127,9 +128,11 @@ class Exchange:
         if response.status_code >= 500:
             self._aborts.send(place, rid)
             return error_text(response.status_code, response.content)
-        return await self._read(place, request, response)
+        return await self._read(place, request, response, most_tokens)
 
-    async def _read(self, place: Place, request: SegmentRequest, response: httpx.Response) -> Segment | str:
+    async def _read(
+        self, place: Place, request: SegmentRequest, response: httpx.Response, most_tokens: int
+    ) -> Segment | str:
         if response.status_code != 200:
             text = error_text(response.status_code, response.content)
             if await _lost_adapter(place, request.adapter):
@@ -138,7 +141,14 @@ class Exchange:
             raise RequestRefused(f"{place.url}: {text}")
         try:
             reply = orjson.loads(response.content)
-            return parse_segment(reply, request=request, server=_server(place), in_place=self._in_place())
+            return parse_segment(
+                reply,
+                request=request,
+                server=_server(place),
+                in_place=self._in_place(),
+                most_tokens=most_tokens,
+                vocab_size=self._vocab_size,
+            )
         except WrongWeights as error:
             return self._lost(place, error)
         except (ProtocolError, orjson.JSONDecodeError) as error:

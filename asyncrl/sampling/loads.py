@@ -6,17 +6,17 @@ queue, so they are better kept back until they can run: the sum of the limits is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 import anyio
 
-from asyncrl.errors import ProtocolError, SamplingError
+from asyncrl.errors import SamplingError
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.pool import UNLIMITED, Pool
+from asyncrl.sampling.replies import Load
 
-__all__ = ["Load", "LoadMonitor", "Notify", "adapt", "parse_load"]
+__all__ = ["LoadMonitor", "Notify", "adapt", "has_room"]
 
 _LOOK_S = 2.0
 # Queues change within seconds; an answer costs the server next to nothing. Asked only while it has requests of ours.
@@ -38,24 +38,12 @@ class Notify(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What a server has to do, of ours and of others."""
-
-    running: int
-    waiting: int
-    kv_usage: float | None = None
-    """Share of the KV memory that running requests take; None if the server does not tell."""
-    most_running: int | None = None
-    """Requests that it runs at once if memory allows; None if it does not tell."""
-
-    @property
-    def has_room(self) -> bool:
-        """What waits will run as soon as it was prefilled, or when a pause is over: the queue is no overload."""
-        if self.running == 0:
-            return True
-        roomy = self.kv_usage is None or self.kv_usage < _ROOMY
-        return roomy and self.most_running is not None and self.running * 10 < self.most_running * 9
+def has_room(load: Load) -> bool:
+    """What waits will run as soon as it was prefilled, or when a pause is over: the queue is no overload."""
+    if load.running == 0:
+        return True
+    roomy = load.kv_usage is None or load.kv_usage < _ROOMY
+    return roomy and load.most_running is not None and load.running * 10 < load.most_running * 9
 
 
 def adapt(limit: int, ours: int, load: Load | None) -> int:
@@ -74,29 +62,13 @@ def adapt(limit: int, ours: int, load: Load | None) -> int:
         wanted = min(ours * 7 // 8, ours - load.waiting // 2)
     else:
         excess = load.waiting - max(_FEWEST_QUEUED, load.running // _QUEUED_SHARE)
-        if excess <= 0 or load.has_room:
+        if excess <= 0 or has_room(load):
             roomy = load.kv_usage is None or load.kv_usage < _ROOMY
             grows = load.waiting == 0 and roomy and ours * 10 >= limit * 9
             return min(limit + _GROWTH, UNLIMITED) if grows else limit
         wanted = ours - excess
     # Those that wait may be of others, so one look at most halves what is ours.
     return min(limit, max(_LEAST, wanted, ours // 2))
-
-
-def parse_load(reply: Mapping[str, Any]) -> Load:
-    """The load in a reply of ``/v1/loads``, over all its ranks. Raises ``ProtocolError`` if the counts are missing."""
-    try:
-        ranks = reply["loads"]
-        usages = [float(rank["token_usage"]) for rank in ranks if rank.get("token_usage") is not None]
-        return Load(
-            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
-            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
-            kv_usage=max(usages, default=None),
-            # Zero, from ranks that do not tell, is no number of requests.
-            most_running=sum(int(rank.get("max_running_requests") or 0) for rank in ranks) or None,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolError(f"the reply is not one of loads ({error!r}): {str(reply)[:500]}") from error
 
 
 class LoadMonitor:
@@ -124,7 +96,7 @@ class LoadMonitor:
             return
         with anyio.move_on_after(_LATE_S):
             try:
-                load = parse_load(await server.loads())
+                load = await server.load()
             except SamplingError as error:
                 if url not in self._silent:
                     self._silent.add(url)

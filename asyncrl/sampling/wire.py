@@ -15,6 +15,7 @@ import orjson
 
 from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.replies import integer, shown
 from asyncrl.types import FloatArray, IntArray, Segment, StopReason, VersionSpan
 
 __all__ = ["PauseMode", "WrongWeights", "error_text", "generate_body", "parse_segment"]
@@ -24,6 +25,11 @@ PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 
 _INTEGER, _NUMBER = frozenset({int}), frozenset({int, float})
 _ERROR_KEYS = ("error", "error_message", "message", "detail")
+_ERROR_CHARACTERS = 1000
+_ANY_ID = 2**31
+_LOWEST = float(np.finfo(np.float32).min)
+_ROUNDING = 1e-3
+# A log-probability may come out a little over zero.
 
 
 def generate_body(request: SegmentRequest, *, rid: str, max_new_tokens: int | None = None) -> dict[str, Any]:
@@ -63,63 +69,88 @@ class WrongWeights(ProtocolError):
 
 
 def parse_segment(
-    body: Mapping[str, Any], *, request: SegmentRequest, server: str = "", in_place: bool = False
+    body: Mapping[str, Any],
+    *,
+    request: SegmentRequest,
+    server: str = "",
+    in_place: bool = False,
+    most_tokens: int | None = None,
+    vocab_size: int | None = None,
 ) -> Segment:
     """The segment in a 200 reply. ``in_place``: weights may change under a running request, which shifts spans by one.
 
-    Raises ``ProtocolError`` if ids and log-probabilities are missing or do not match, and ``WrongWeights`` if they are
-    of an unknown version, or of another one than only would do.
+    ``most_tokens``: what was asked for, if not what the request says. ``vocab_size``: ids from here on are none.
+
+    Raises ``ProtocolError`` if anything is missing or is no answer to the request, and ``WrongWeights`` if it was
+    sampled by an unknown version, or by another one than only would do.
     """
+    most = request.max_new_tokens if most_tokens is None else most_tokens
     try:
         meta = body["meta_info"]
         ids = body["output_ids"]
         entries = meta.get("output_token_logprobs") or []
         values, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
-        versions = _versions(meta, len(ids), request, in_place=in_place)
-        reason = meta["finish_reason"]
         completion = meta.get("completion_tokens", len(ids))
+        reason = meta["finish_reason"]
+        tokens = _tokens(ids, vocab_size)
+        if len(ids) > most:
+            raise ProtocolError(f"the reply has {len(ids)} ids, but {most} were asked for")
+        versions = _versions(meta, len(ids), request, in_place=in_place)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ProtocolError(f"the reply is not one of a generation ({error!r}): {str(body)[:500]}") from error
-    if not len(ids) == completion == len(entries):
+        raise ProtocolError(f"the reply is not one of a generation ({error!r}): {shown(body)}") from error
+    if type(completion) is not int or not len(ids) == completion == len(entries):
         raise ProtocolError(
-            f"the reply has {len(ids)} ids, {len(entries)} log-probabilities and completion_tokens {completion}"
+            f"the reply has {len(ids)} ids, {len(entries)} log-probabilities and completion_tokens {shown(completion)}"
         )
     if ids != named:
         raise ProtocolError("the reply's ids are not the ids of its log-probabilities")
-    tokens, logprobs = _tokens(ids), _finite(values)
     if request.replica and any(span.version != request.version for span in versions):
         raise WrongWeights(
             f"a request for version {request.version} was answered by {[span.version for span in versions]}"
         )
+    cached = meta.get("cached_tokens")
     return Segment(
         tokens=tokens,
-        logprobs=logprobs,
+        logprobs=_logprobs(values),
         versions=versions,
         stop=_stop_reason(reason),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
+        cached_tokens=0 if cached is None else integer(cached, "the reply's cached_tokens"),
         server=server,
     )
 
 
-def _tokens(ids: list[Any]) -> IntArray:
+def _tokens(ids: Any, vocab_size: int | None) -> IntArray:
     # All at once, here and below, for one by one this would be most of the work of a reply.
+    if not isinstance(ids, list):
+        raise ProtocolError(f"the reply's ids are {shown(ids)}, but must be a list")
+    if not _INTEGER.issuperset(map(type, ids)):
+        bad = next(token for token in ids if type(token) is not int)
+        raise ProtocolError(f"the reply's ids have {shown(bad)}, which is no integer")
+    top = _ANY_ID if vocab_size is None else vocab_size
     try:
-        if _INTEGER.issuperset(map(type, ids)):
-            return np.array(ids, dtype=np.int32)
+        tokens: IntArray = np.array(ids, dtype=np.int32)
+        # Without its sign a negative id is larger than any other.
+        if not ids or int(tokens.view(np.uint32).max()) < top:
+            return tokens
     except OverflowError:
         pass
-    raise ProtocolError("the reply's ids are not all integers of 32 bits")
+    bad = next(token for token in ids if not 0 <= token < top)
+    raise ProtocolError(f"the reply's ids have {shown(bad)}, which is outside of a vocabulary of {top} ids")
 
 
-def _finite(values: list[Any]) -> FloatArray:
+def _logprobs(values: list[Any]) -> FloatArray:
     try:
         if _NUMBER.issuperset(map(type, values)):
             logprobs = np.array(values, dtype=np.float64)
-            if np.isfinite(logprobs).all():
+            # Also false for what is no number.
+            if not values or (logprobs.min() >= _LOWEST and logprobs.max() <= _ROUNDING):
                 return logprobs.astype(np.float32)
     except OverflowError:
         pass
-    raise ProtocolError("the reply has a log-probability that is not a finite number")
+    bad = next(value for value in values if type(value) not in _NUMBER or not _LOWEST <= value <= _ROUNDING)
+    if type(bad) in _NUMBER and 0 < bad <= -_LOWEST:
+        raise ProtocolError(f"the reply has a log-probability of {shown(bad)}, which is a probability above 1")
+    raise ProtocolError(f"the reply has a log-probability of {shown(bad)}, which is not a finite number of 32 bits")
 
 
 def error_text(status: int, content: bytes) -> str:
@@ -127,24 +158,24 @@ def error_text(status: int, content: bytes) -> str:
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return f"status {status}: {content[:500].decode(errors='replace')}"
+        return f"status {status}: {content[:_ERROR_CHARACTERS].decode(errors='replace')}"
     if isinstance(body, Mapping):
         error = next((body[key] for key in _ERROR_KEYS if key in body), body)
         if isinstance(error, Mapping):
             error = error.get("message", error)
-        return f"status {status}: {error}"
-    return f"status {status}: {body}"
+        body = error
+    return f"status {status}: {body[:_ERROR_CHARACTERS] if isinstance(body, str) else shown(body)}"
 
 
 def _stop_reason(reason: Any) -> StopReason:
     if not isinstance(reason, Mapping):
-        raise ProtocolError(f"the reply's finish_reason is {reason!r}")
+        raise ProtocolError(f"the reply's finish_reason is {shown(reason)}")
     if reason.get("matched") == "NaN happened":
         raise ProtocolError("the server's logits were not numbers")
     try:
         return StopReason(reason["type"])
     except (KeyError, ValueError) as error:
-        raise ProtocolError(f"the reply's finish_reason is {reason!r}") from error
+        raise ProtocolError(f"the reply's finish_reason is {shown(reason)}") from error
 
 
 def _versions(
@@ -171,13 +202,16 @@ def _covering(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[VersionSp
     found: list[VersionSpan] = []
     end = 0
     for span in spans:
-        if span["start"] != end or span["end"] < end:
-            raise ProtocolError(f"the reply's weight_versions {spans} leave a gap at {end}")
-        if span["end"] > end:
-            found.append(VersionSpan(version=_label(span["version"]), start=end, end=span["end"]))
-        end = span["end"]
+        start, stop = span["start"], span["end"]
+        if type(start) is not int or type(stop) is not int:
+            raise ProtocolError(f"the reply's weight_versions have a span {shown(span)}, which is not of integers")
+        if start != end or stop < end:
+            raise ProtocolError(f"the reply's weight_versions {shown(spans)} leave a gap at {end}")
+        if stop > end:
+            found.append(VersionSpan(version=_label(span["version"]), start=end, end=stop))
+        end = stop
     if end != tokens:
-        raise ProtocolError(f"the reply's weight_versions {spans} do not cover {tokens} tokens")
+        raise ProtocolError(f"the reply's weight_versions {shown(spans)} do not cover {tokens} tokens")
     return found
 
 

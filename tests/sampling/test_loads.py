@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
 from asyncrl.events import Notice
-from asyncrl.sampling.loads import Load, LoadMonitor, adapt, parse_load
+from asyncrl.sampling.loads import LoadMonitor, adapt
 from asyncrl.sampling.pool import UNLIMITED, Pool
+from asyncrl.sampling.replies import Load, parse_load
 from asyncrl.testing.server import Fault, ScriptedLimits
 from tests.sampling.clients import OTHER, URL, make_request, open_client, scripted
 

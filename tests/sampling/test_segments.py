@@ -79,7 +79,8 @@ def test_spans_are_those_of_the_tokens_one_by_one(parts: list[tuple[int, int]], 
     stamp = 1
     expected = [min(before, label) for before, label in pairwise([stamp, *labels])] if in_place else labels
     reply = _reply([5] * len(labels), weight_versions=reported)
-    segment = parse_segment(reply, request=make_request("t", version=stamp), in_place=in_place)
+    request = make_request("t", version=stamp, max_new_tokens=len(labels))
+    segment = parse_segment(reply, request=request, in_place=in_place)
     found = [span.version for span in segment.versions for _ in range(span.start, span.end)]
     assert found == expected
     assert all(a.version != b.version for a, b in pairwise(segment.versions))

@@ -178,7 +178,7 @@ async def _cross(sampler: SGLang, publisher: FullPublisher, learner: Learner) ->
     async with anyio.create_task_group() as tasks:
         for number in range(8):
             tasks.start_soon(sample, number)
-        while (await control.loads())["loads"][0]["num_running_reqs"] < 4:
+        while (await control.load()).running < 4:
             await anyio.lowlevel.checkpoint()
         await publisher.publish(1)
         done = True
