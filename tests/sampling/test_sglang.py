@@ -275,7 +275,7 @@ async def test_a_restarted_server_that_lost_the_adapter_is_restored_and_asked_ag
 @pytest.mark.parametrize("ids", [(1, 64), (-1, 2)])
 async def test_ids_outside_of_the_vocabulary_never_leave(ids: tuple[int, ...]) -> None:
     """Some servers do not survive such an id, so it is refused here."""
-    one = _server()
+    one = _server(tokens=lambda call: [7, 63])
     async with _client({URL: one}, vocab_size=64) as sampler:
         with pytest.raises(RequestRefused, match="outside of the vocabulary of 64"):
             await sampler.sample(_request(ids=ids))
