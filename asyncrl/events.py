@@ -34,6 +34,7 @@ __all__ = [
     "MemberFinished",
     "MemberResumed",
     "Notice",
+    "RequestRepeated",
     "SegmentSampled",
     "StepFinished",
     "ToolCalled",
@@ -82,6 +83,16 @@ class SegmentSampled(Event):
     """From the dispatch to the answer."""
     refilled: bool = False
     """The limit on KV age moved the trajectory to newer weights, and its whole prefix was computed again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRepeated(Event):
+    """A sampling request got no answer and is made again; each time counts."""
+
+    url: str
+    """Who is asked now."""
+    cause: str
+    """``stale_connection`` (the server had closed it), ``same_server``, ``other_server``, or ``late`` (no answer)."""
 
 
 @dataclass(slots=True, kw_only=True)

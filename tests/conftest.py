@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import anyio.to_thread
 import pytest
 from blockbuster import blockbuster_ctx
 
@@ -47,6 +49,16 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("virtual_clock"):
         return {"virtual": VirtualClock}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture
+def threads_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the virtual clock a thread at work looks like idleness, so file work is done in place."""
+
+    async def run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return function(*args)
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
 
 
 @pytest.fixture

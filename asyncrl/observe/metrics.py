@@ -23,6 +23,7 @@ from asyncrl.events import (
     MemberDiscarded,
     MemberFailed,
     MemberResumed,
+    RequestRepeated,
     SegmentSampled,
     VersionCommitted,
     VersionPublished,
@@ -39,6 +40,7 @@ COUNTED = (
     MemberDiscarded,
     MemberFailed,
     MemberResumed,
+    RequestRepeated,
     SegmentSampled,
     VersionCommitted,
     VersionPublished,
@@ -51,8 +53,10 @@ _SUMMED = (
     "sampling/cached_prompt_tokens",
     "sampling/generated_tokens",
     "sampling/kv_refreshes",
+    "sampling/late_requests",
     "sampling/prompt_tokens",
     "sampling/queue_seconds",
+    "sampling/repeated_requests",
     "sampling/request_seconds",
     "sampling/requests",
     "sampling/wasted_tokens",
@@ -73,6 +77,7 @@ class MetricsRecorder:
         self._sums = dict.fromkeys(_SUMMED, 0.0)
         self._longest: BarrierWait | None = None
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
+            RequestRepeated: self._count_repeat,
             SegmentSampled: self._count_segment,
             BarrierOpened: self._count_wait,
             ChunkTrained: self._count_chunk,
@@ -134,6 +139,10 @@ class MetricsRecorder:
         sums["sampling/kv_refreshes"] += event.refilled
         sums["sampling/queue_seconds"] += event.queue_seconds
         sums["sampling/request_seconds"] += event.seconds
+
+    def _count_repeat(self, event: RequestRepeated) -> None:
+        self._sums["sampling/repeated_requests"] += 1
+        self._sums["sampling/late_requests"] += event.cause == "late"
 
     def _count_wait(self, event: BarrierOpened) -> None:
         self._sums["staleness/wait_seconds"] += event.wait.seconds

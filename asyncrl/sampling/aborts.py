@@ -7,30 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from asyncrl.errors import SamplingError
 from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.held import Told
 from asyncrl.sampling.loads import Notify
+from asyncrl.sampling.places import Place
 from asyncrl.sampling.pool import Pool
 
-__all__ = ["Abortable", "Aborts"]
+__all__ = ["Aborts"]
 
 _SETTLE_S = 2.0
 # A running request ends after its next token, and the load that a server tells may be some steps old.
 _TRIES = 3
 _AT_ONCE = 64
 # Repeated aborts are no hurry, and connections for all of them at once would be.
-
-
-class Abortable(Protocol):
-    """What ends requests: a server, or a router by way of its servers."""
-
-    async def abort(self, rid: str) -> None:
-        """End one request."""
-        ...
 
 
 class Aborts:
@@ -42,19 +36,27 @@ class Aborts:
         self._notice = notice
         self._open: dict[str, dict[str, int]] = {}
 
-    def watch(self, server: Abortable, rid: str) -> None:
-        """``rid`` was aborted on ``server``: see to it that it ended. Behind a router there is nobody to ask."""
-        if not isinstance(server, ServerControl):
+    def watch(self, place: Place, rid: str) -> None:
+        """``rid`` was aborted on ``place``: see to it that it ended. Behind a router there is nobody to ask."""
+        if not isinstance(place, ServerControl):
             return
-        if server.url not in self._open:
-            self._open[server.url] = {}
-            self._spawn(partial(self._check, server))
-        self._open[server.url][rid] = 0
+        if place.url not in self._open:
+            self._open[place.url] = {}
+            self._spawn(partial(self._check, place))
+        self._open[place.url][rid] = 0
 
-    def send(self, server: Abortable, rid: str) -> None:
-        """Abort ``rid`` on ``server`` in the background, and see to it that it ended."""
-        self._spawn(partial(server.abort, rid))
-        self.watch(server, rid)
+    async def abort(self, place: Place, rid: str) -> bool:
+        """Abort ``rid`` on ``place``, and see to it that it ends. False if nobody took that now."""
+        self.watch(place, rid)
+        return await place.abort(rid)
+
+    def begin(self, place: Place, rid: str, told: Told) -> None:
+        """The same in the background, also while the client is being closed."""
+        self._spawn(partial(self._tell, place, rid, told))
+
+    async def _tell(self, place: Place, rid: str, told: Told) -> None:
+        with anyio.CancelScope(shield=True):
+            told(await self.abort(place, rid))
 
     async def _check(self, server: ServerControl) -> None:
         tries = self._open[server.url]

@@ -1,12 +1,12 @@
 """The control plane of one sampling server: adapters, weights, pauses, and scoring of fixed tokens.
 
-Every call checks the status and the reply's ``success``. Quick ones have a deadline; those that load weights or wait
-for requests end when they end, and the caller brings a cancel scope. Leaves out which servers to call, and when.
+Every call checks the status and the reply's ``success``, and has a deadline for all of it, from the connection to the
+last byte: a short one, or a long one if it loads weights or waits for requests. Leaves out which servers to call, and
+when.
 """
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,23 +21,41 @@ import orjson
 
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.holdclock import HoldClock
 from asyncrl.sampling.replies import Load, adapter_names, parse_load, ranks_of, scored, shown
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, Client, was_stale
 from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["ServerControl"]
+__all__ = ["LONG_S", "ServerControl"]
 
 _QUICK_S = 30.0
 _ABORT_S = 5.0
+LONG_S = 300.0
+"""For one server to take a version, or to give up an adapter."""
 _FLAT = "flattened_bucket"
 
 
 class ServerControl:
-    """One server. ``admin_key`` opens the control routes where it differs from ``api_key``."""
+    """One server. ``admin_key`` opens the control routes where it differs from ``api_key``.
 
-    def __init__(self, client: Client, url: str, *, api_key: str | None, admin_key: str | None) -> None:
+    ``long_s``: deadline of what loads weights or waits for requests. ``clock``: stands still while the server is held.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        url: str,
+        *,
+        api_key: str | None,
+        admin_key: str | None,
+        long_s: float = LONG_S,
+        clock: HoldClock | None = None,
+    ) -> None:
         self.url = url
+        self.clock = clock or HoldClock()
+        self._long_s = long_s
+        self._paused = False
         self._client = client
         self._data_headers = _bearer(api_key)
         self._generate_url = httpx.URL(url + "/generate")
@@ -71,17 +89,19 @@ class ServerControl:
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder ``path``, readable by the server, as ``name``. A name in use is refused."""
-        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, within_s=math.inf)
+        with self.clock.held():
+            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, within_s=self._long_s)
 
     async def unload_adapter(self, name: str) -> None:
-        """Free an adapter. Returns when the last request that uses it has ended, which may be never."""
-        await self._post("/unload_lora_adapter", {"lora_name": name}, within_s=math.inf)
+        """Free an adapter. Returns when the last request that uses it has ended."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, within_s=self._long_s)
 
     async def update_from_disk(self, path: Path, label: str) -> None:
         """Replace the base weights by the model folder ``path``. The prefix cache is left as it is: see ``flush``."""
         # Flushing in the same call is refused while anything runs, after the weights were replaced all the same.
         body = {"model_path": str(path), "weight_version": label, "flush_cache": False}
-        await self._post("/update_weights_from_disk", body, within_s=math.inf)
+        with self.clock.held():
+            await self._post("/update_weights_from_disk", body, within_s=self._long_s)
 
     async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payloads: Sequence[str]) -> None:
         """Load an adapter that travels in the request; ``payloads``: one flat bucket for each tensor-parallel rank."""
@@ -101,14 +121,14 @@ class ServerControl:
     async def begin_update(self) -> None:
         """Open a session for weights that arrive in pieces. One that somebody left open is closed first."""
         try:
-            await self._post("/begin_weight_update", {}, within_s=math.inf)
+            await self._post("/begin_weight_update", {}, within_s=self._long_s)
         except RequestRefused:
             await self.end_update()
-            await self._post("/begin_weight_update", {}, within_s=math.inf)
+            await self._post("/begin_weight_update", {}, within_s=self._long_s)
 
     async def end_update(self) -> None:
         """Close the session; the server then prepares the new weights for use."""
-        await self._post("/end_weight_update", {}, within_s=math.inf)
+        await self._post("/end_weight_update", {}, within_s=self._long_s)
 
     async def update_from_tensors(self, payloads: Sequence[str], label: str | None) -> None:
         """Replace some weights, within a session. ``payloads``: one flat bucket for each tensor-parallel rank.
@@ -135,7 +155,7 @@ class ServerControl:
             "world_size": world_size,
             "backend": backend,
         }
-        await self._post("/init_weights_update_group", body, within_s=math.inf)
+        await self._post("/init_weights_update_group", body, within_s=self._long_s)
 
     async def leave_group(self, name: str) -> None:
         """Leave a process group."""
@@ -163,11 +183,12 @@ class ServerControl:
             "flush_cache": False,
             "weight_version": label,
         }
-        await self._post("/update_weights_from_distributed", body, within_s=math.inf)
+        with self.clock.held():
+            await self._post("/update_weights_from_distributed", body, within_s=self._long_s)
 
     async def checksum(self) -> str:
         """The same for servers that hold the same base weights. Reads all of them: for tests and doubts."""
-        reply = await self._post("/weights_checker", {"action": "checksum"}, within_s=math.inf)
+        reply = await self._post("/weights_checker", {"action": "checksum"}, within_s=self._long_s)
         found = reply.get("per_engine_checksum") if isinstance(reply, Mapping) else None
         if not isinstance(found, str):
             raise ProtocolError(f"{self.url}/weights_checker: per_engine_checksum is {shown(found)}, not a text")
@@ -175,23 +196,33 @@ class ServerControl:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop computing; new requests wait at the server until ``continue_``."""
+        if not self._paused:
+            self._paused = True
+            self.clock.hold()
         # In mode "abort" the server answers only when every request has ended.
-        await self._post("/pause_generation", {"mode": mode}, within_s=math.inf)
+        await self._post("/pause_generation", {"mode": mode}, within_s=self._long_s)
 
     async def continue_(self) -> None:
         """Go on after ``pause``."""
-        await self._post("/continue_generation", {})
+        try:
+            await self._post("/continue_generation", {})
+        finally:
+            # If that had no effect the server hangs, and its requests are late.
+            if self._paused:
+                self._paused = False
+                self.clock.let_go()
 
     async def flush(self) -> None:
         """Forget the prefix cache; refused while requests run or are frozen in place."""
         await self._post("/flush_cache", {})
 
-    async def abort(self, rid: str) -> None:
-        """Try to end one request; never raises for the server's faults, for there is nothing left to do about it."""
+    async def abort(self, rid: str) -> bool:
+        """Try to end one request. False if the server did not take that: there is nothing left to do about it."""
         try:
             await self._post("/abort_request", {"rid": rid}, within_s=_ABORT_S)
         except SamplingError:
-            return
+            return False
+        return True
 
     async def generate(self, body: Mapping[str, object], *, routing_key: str = "") -> httpx.Response:
         """The raw answer to a sampling request, however long it takes; raises one of ``TRANSPORT_ERRORS``.
@@ -216,7 +247,7 @@ class ServerControl:
         )
         # The first reported position never has a value, so the report starts one token early.
         body = generate_body(request, rid=uuid.uuid4().hex) | {"logprob_start_len": start - 1}
-        reply = await self._post("/generate", body, headers=self._data_headers, within_s=math.inf)
+        reply = await self._post("/generate", body, headers=self._data_headers, within_s=self._long_s)
         with self._reading("/generate"):
             return scored(reply, tokens[start:].tolist())
 
@@ -247,7 +278,8 @@ class ServerControl:
     async def _post_large(self, route: str, body: Mapping[str, object]) -> None:
         """Writing hundreds of megabytes as JSON would hold the loop."""
         content = await anyio.to_thread.run_sync(orjson.dumps, body, limiter=self._encoders)
-        await self._send("POST", route, content, headers=self._admin_headers, within_s=math.inf)
+        with self.clock.held():
+            await self._send("POST", route, content, headers=self._admin_headers, within_s=self._long_s)
 
     async def _call(self, method: str, route: str, body: object, *, headers: Mapping[str, str], within_s: float) -> Any:
         content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

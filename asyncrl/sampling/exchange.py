@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-from urllib.parse import quote
+from functools import partial
 
 import anyio
 import httpx
@@ -17,55 +16,40 @@ from asyncrl.errors import ConfigError, ProtocolError, RequestRefused, SamplingE
 from asyncrl.sampling.aborts import Aborts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.pool import Pool
+from asyncrl.sampling.deadlines import work_of
+from asyncrl.sampling.held import Interrupted
+from asyncrl.sampling.places import Place, Router
+from asyncrl.sampling.pool import Pool, Running, ServerState
 from asyncrl.sampling.recovery import described
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, was_stale
 from asyncrl.sampling.wire import WrongWeights, error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
-__all__ = ["Exchange", "Front", "Place", "Router"]
-
-_CANCELLED_ABORT_S = 5.0
+__all__ = ["Exchange", "Front", "Lost"]
 
 
-class Place(Protocol):
-    """Where a request goes: a server, or a router in front of servers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """An attempt that got no segment; another one may."""
 
-    url: str
-
-    async def generate(self, body: Mapping[str, object], *, routing_key: str) -> httpx.Response:
-        """The raw answer."""
-        ...
-
-    async def abort(self, rid: str) -> None:
-        """End one request, wherever it runs; never raises for the servers' faults."""
-        ...
+    reason: str
+    late: bool = False
+    """The place accepted it and did not answer."""
 
 
-class Router:
-    """A router, reached by ``front``. It knows no aborts, and nobody knows which of ``servers()`` has a request."""
-
-    def __init__(self, front: ServerControl, servers: Callable[[], Iterable[ServerControl]]) -> None:
-        self.url = front.url
-        self._front = front
-        self._servers = servers
-
-    async def generate(self, body: Mapping[str, object], *, routing_key: str) -> httpx.Response:
-        """See ``Place``."""
-        return await self._front.generate(body, routing_key=quote(routing_key))
-
-    async def abort(self, rid: str) -> None:
-        """Abort ``rid`` on every server."""
-        async with anyio.create_task_group() as tasks:
-            for server in list(self._servers()):
-                tasks.start_soon(server.abort, rid)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Broken:
+    error: Exception
+    stale: bool
+    """The connection had been closed before the request came to it."""
 
 
 class Exchange:
     """Makes requests, counted in ``pool``.
 
     ``suspect(url, reason)`` is told what is odd about a server, ``context_of(url)`` says how many tokens it has room
-    for, ``in_place()`` whether weights change under running requests.
+    for, ``in_place()`` whether weights change under running requests. ``repeated(url, cause)`` is told of every
+    further attempt.
     """
 
     def __init__(
@@ -76,6 +60,7 @@ class Exchange:
         suspect: Callable[[str, str], None],
         context_of: Callable[[str], int | None],
         in_place: Callable[[], bool],
+        repeated: Callable[[str, str], None],
         vocab_size: int | None,
     ) -> None:
         self.oldest_anchor = 0
@@ -85,23 +70,30 @@ class Exchange:
         self._suspect = suspect
         self._context_of = context_of
         self._in_place = in_place
+        self.repeated = repeated
         self._vocab_size = vocab_size
+        self._shunned: dict[str, str] = {}
+        # Trajectory -> the server that was late with its last request, until its next one.
 
-    async def ask(self, place: Place, request: SegmentRequest) -> Segment | str:
-        """The segment, or why another attempt is worth it. Raises ``RequestRefused`` and ``ProtocolError``."""
-        started = anyio.current_time()
-        try:
-            return await self._ask_once(place, request)
-        except TRANSPORT_ERRORS as error:
-            if not was_stale(error, since=started):
-                return self._lost(place, error)
-        # That says nothing about the server.
-        try:
-            return await self._ask_once(place, request)
-        except TRANSPORT_ERRORS as error:
-            return self._lost(place, error)
+    async def ask(self, place: Place, request: SegmentRequest, *, routing_key: str = "") -> Segment | Lost:
+        """The segment, or why another attempt is worth it. Raises ``RequestRefused`` and ``ProtocolError``.
 
-    async def _ask_once(self, place: Place, request: SegmentRequest) -> Segment | str:
+        An attempt that failed was aborted when this returns, if its server takes that.
+        """
+        outcome = await self._attempt(place, request, routing_key)
+        if isinstance(outcome, _Broken) and outcome.stale:
+            # That says nothing about the server.
+            self.repeated(place.url, "stale_connection")
+            outcome = await self._attempt(place, request, routing_key)
+        if isinstance(outcome, _Broken):
+            return self._suspected(place, outcome.error)
+        return outcome
+
+    def shunned(self, request: SegmentRequest) -> str | None:
+        """The server that was late with the last request of this trajectory, if that was not asked before."""
+        return self._shunned.pop(request.trajectory_id, None) if self._shunned else None
+
+    async def _attempt(self, place: Place, request: SegmentRequest, key: str) -> Segment | Lost | _Broken:
         # A rid belongs to one attempt: an earlier one may still be live on the server. All have the same length,
         # because an abort may match by prefix.
         rid = uuid.uuid4().hex
@@ -110,38 +102,47 @@ class Exchange:
         anchor = request.version if request.anchor is None else request.anchor
         if anchor < self.oldest_anchor:
             return _aborted_at_once()
-        try:
-            with self._pool.request(place.url, rid, anchor) as scope:
-                key = "" if isinstance(place, ServerControl) else request.trajectory_id
-                response = await place.generate(body, routing_key=key)
-        except TRANSPORT_ERRORS:
-            self._aborts.send(place, rid)
-            raise
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_CANCELLED_ABORT_S):
-                await place.abort(rid)
-            self._aborts.watch(place, rid)
-            raise
-        if scope.cancelled_caught:
-            self._aborts.send(place, rid)
-            return "it was taken out of use"
-        if response.status_code >= 500:
-            self._aborts.send(place, rid)
-            return error_text(response.status_code, response.content)
-        return await self._read(place, request, response, most_tokens)
+        if self._pool.state(place.url) is not ServerState.LIVE:
+            return Lost(reason="it takes no requests any more")
+        started = anyio.current_time()
+        work = work_of(len(request.input_ids), most_tokens)
+        response: httpx.Response | None = None
+        with self._pool.request(place, rid, anchor=anchor, work=work) as running:
+            try:
+                # Whoever wants its end: it is aborted before its connection is cut.
+                response = await running.held.make(
+                    place.generate(body, routing_key=key), partial(self._aborts.begin, place, rid)
+                )
+            except Interrupted:
+                return Lost(reason=_late(running) or "it was taken out of use", late=running.late_s is not None)
+            except TRANSPORT_ERRORS as error:
+                broken = _Broken(error=error, stale=was_stale(error, since=started))
+        if response is None:
+            await self._aborts.abort(place, rid)
+            return broken
+        return await self._read(running, request, response, most_tokens)
 
     async def _read(
-        self, place: Place, request: SegmentRequest, response: httpx.Response, most_tokens: int
-    ) -> Segment | str:
-        if response.status_code != 200:
-            text = error_text(response.status_code, response.content)
-            if await _lost_adapter(place, request.adapter):
-                self._suspect(place.url, text)
-                return text
-            raise RequestRefused(f"{place.url}: {text}")
+        self, running: Running, request: SegmentRequest, response: httpx.Response, most_tokens: int
+    ) -> Segment | Lost:
+        if response.status_code == 200:
+            return self._answered(running, request, response, most_tokens)
+        place, text = running.place, error_text(response.status_code, response.content)
+        if response.status_code >= 500:
+            await self._aborts.abort(place, running.rid)
+            return Lost(reason=text)
+        if await _lost_adapter(place, request.adapter):
+            self._suspect(place.url, text)
+            return Lost(reason=text)
+        raise RequestRefused(f"{place.url}: {text}")
+
+    def _answered(
+        self, running: Running, request: SegmentRequest, response: httpx.Response, most_tokens: int
+    ) -> Segment | Lost:
+        place = running.place
         try:
             reply = orjson.loads(response.content)
-            return parse_segment(
+            segment = parse_segment(
                 reply,
                 request=request,
                 server=_server(place),
@@ -150,14 +151,24 @@ class Exchange:
                 vocab_size=self._vocab_size,
             )
         except WrongWeights as error:
-            return self._lost(place, error)
+            return self._suspected(place, error)
         except (ProtocolError, orjson.JSONDecodeError) as error:
             self._suspect(place.url, described(error))
             raise ProtocolError(f"{place.url}: {error}") from error
+        tokens = len(segment.tokens)
+        if segment.stop is not StopReason.ABORT:
+            if tokens:
+                self._pool.pace(place.url).saw(running.age_s, work_of(len(request.input_ids), tokens))
+        elif running.late_s is not None:
+            if not tokens:
+                return Lost(reason=_late(running), late=True)
+            self._shunned[request.trajectory_id] = place.url
+            self.repeated(place.url, "late")
+        return segment
 
-    def _lost(self, place: Place, error: Exception) -> str:
+    def _suspected(self, place: Place, error: Exception) -> Lost:
         self._suspect(place.url, described(error))
-        return described(error)
+        return Lost(reason=described(error))
 
     def _room(self, url: str, request: SegmentRequest) -> int:
         """What may be asked for: a server refuses, or silently shortens, what goes beyond its context."""
@@ -181,23 +192,42 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """The router that requests go through."""
+    """The router that requests go through. ``retries``: further attempts of a request that it did not answer."""
 
     router: Router
     pool: Pool
     exchange: Exchange
+    retries: int
 
     async def sample(self, request: SegmentRequest) -> Segment:
-        """Once: which server a request ran on is the router's secret, and so is the choice of another one."""
+        """Which server a request ran on is the router's secret, and so is the choice of another one.
+
+        So there is one attempt, except for a request that is never answered: with another key the router takes it to
+        another server.
+        """
         if request.replica:
             raise ConfigError(
                 "sampler.router is set, but requests are pinned to servers of one version, which a router cannot know: "
                 "leave the router out"
             )
-        outcome = await self.exchange.ask(self.router, request)
-        if isinstance(outcome, Segment):
-            return outcome
-        raise ServerUnavailable(f"{self.router.url}: {outcome}")
+        key = request.trajectory_id
+        if self.exchange.shunned(request) is not None:
+            key += "~"
+        reasons: list[str] = []
+        while True:
+            outcome = await self.exchange.ask(self.router, request, routing_key=key)
+            if isinstance(outcome, Segment):
+                return outcome
+            reasons.append(outcome.reason)
+            if not outcome.late or len(reasons) > self.retries:
+                break
+            self.exchange.repeated(self.router.url, "late")
+            key += "~"
+        raise ServerUnavailable(f"{self.router.url}: {'; '.join(reasons)}")
+
+
+def _late(running: Running) -> str:
+    return "" if running.late_s is None else f"it did not answer within {running.late_s:.0f} s"
 
 
 async def _lost_adapter(place: Place, adapter: str | None) -> bool:

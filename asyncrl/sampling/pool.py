@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import anyio
-
+from asyncrl.sampling.deadlines import Pace
+from asyncrl.sampling.held import HeldCall
+from asyncrl.sampling.places import Place
 from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["UNLIMITED", "Pool", "Running", "ServerState", "choose", "rendezvous"]
@@ -56,14 +57,26 @@ class ServerState(StrEnum):
     LEAVING = "leaving"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Running:
-    """A request of ours on a server. Cancelling ``scope`` takes it away from there."""
+    """A request of ours on a server. Interrupting ``held`` takes it away from there."""
 
     rid: str
     anchor: int
     """The version that computed its prefix."""
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    work: float
+    """What it costs at most; see ``deadlines``."""
+    place: Place
+    since: float
+    """When it began, on the clock of its place."""
+    held: HeldCall = field(default_factory=HeldCall)
+    late_s: float | None = None
+    """How old it was when it was found to be late, and was ended for that."""
+
+    @property
+    def age_s(self) -> float:
+        """For how long its place could have worked for it."""
+        return self.place.clock.now() - self.since
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,7 +84,9 @@ class _Server:
     state: ServerState
     limit: int = UNLIMITED
     version: int | None = None
-    running: set[Running] = field(default_factory=set)
+    running: dict[Running, None] = field(default_factory=dict)
+    """In the order in which they began."""
+    pace: Pace = field(default_factory=Pace)
 
 
 class Pool:
@@ -88,6 +103,11 @@ class Pool:
 
     def __contains__(self, url: str) -> bool:
         return url in self._servers
+
+    @property
+    def busy(self) -> list[str]:
+        """Servers with requests of ours."""
+        return [url for url, server in self._servers.items() if server.running]
 
     @property
     def live(self) -> list[str]:
@@ -125,23 +145,29 @@ class Pool:
 
     def limit(self, url: str) -> int:
         """Our requests that ``url`` may have."""
-        return self._servers[url].limit
+        return self._servers[url].limit if url in self._servers else UNLIMITED
 
     def version(self, url: str) -> int | None:
         """The version of the base weights of ``url``, None if it is not known."""
-        return self._servers[url].version
+        return self._servers[url].version if url in self._servers else None
 
-    def add(self, url: str) -> None:
-        """A new server, or one that was about to leave; it takes no requests yet."""
+    def pace(self, url: str) -> Pace:
+        """How fast ``url`` answers; nothing is known of one that was removed."""
+        return self._servers[url].pace if url in self._servers else Pace()
+
+    def add(self, url: str, state: ServerState = ServerState.OUT) -> None:
+        """A new server, in ``state``, or one that was about to leave; that one takes no requests yet."""
         if url in self._servers:
             self._servers[url].state = ServerState.SUSPECT
         else:
-            self._servers[url] = _Server(state=ServerState.OUT)
+            self._servers[url] = _Server(state=state)
         self._notify()
 
     def remove(self, url: str, *, now: bool) -> None:
         """Give ``url`` no new request, and forget it when it has none. ``now``: take those that it has away."""
-        server = self._servers[url]
+        server = self._servers.get(url)
+        if server is None:
+            return
         server.state = ServerState.LEAVING
         if now:
             _take_away(server)
@@ -149,8 +175,13 @@ class Pool:
         self._notify()
 
     def set_state(self, url: str, state: ServerState) -> None:
-        """Change who takes requests; a server that goes out loses the requests it has, and its version."""
-        server = self._servers[url]
+        """Change who takes requests; a server that goes out loses the requests it has, and its version.
+
+        Here and below nothing happens for a server that was removed meanwhile.
+        """
+        server = self._servers.get(url)
+        if server is None:
+            return
         server.state = state
         if state is ServerState.OUT:
             server.version = None
@@ -159,8 +190,9 @@ class Pool:
 
     def set_limit(self, url: str, limit: int) -> None:
         """Change how many requests ``url`` may have; those that it has stay."""
-        self._servers[url].limit = limit
-        self._notify()
+        if url in self._servers:
+            self._servers[url].limit = limit
+            self._notify()
 
     def set_version(self, url: str, version: int | None) -> None:
         """``url`` holds base weights of ``version``; None: they are being changed."""
@@ -190,19 +222,18 @@ class Pool:
         return choose(key, roomy or counts)
 
     @contextmanager
-    def request(self, url: str, rid: str, anchor: int) -> Generator[anyio.CancelScope, None, None]:
-        """Count a request on ``url``; the scope is cancelled if it is to run elsewhere."""
-        server = self._servers[url]
-        running = Running(rid=rid, anchor=anchor)
-        server.running.add(running)
+    def request(self, place: Place, rid: str, *, anchor: int, work: float) -> Generator[Running, None, None]:
+        """Count a request on ``place``, which must be in the pool."""
+        server = self._servers[place.url]
+        running = Running(rid=rid, anchor=anchor, work=work, place=place, since=place.clock.now())
+        server.running[running] = None
         if len(server.running) == 1:
             self.traffic.notify()
         try:
-            with running.scope:
-                yield running.scope
+            yield running
         finally:
-            server.running.discard(running)
-            self._forget_if_done(url, server)
+            del server.running[running]
+            self._forget_if_done(place.url, server)
             self.traffic.notify()
 
     def _notify(self) -> None:
@@ -220,4 +251,4 @@ class Pool:
 
 def _take_away(server: _Server) -> None:
     for running in server.running:
-        running.scope.cancel()
+        running.held.interrupt()

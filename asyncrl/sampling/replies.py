@@ -59,7 +59,7 @@ class Load:
     most_running: int | None = None
     """Requests that it runs at once if memory allows; None if it does not tell."""
     tokens_per_second: float | None = None
-    """What all running requests together get; None if the server does not tell, or nothing comes."""
+    """What all running requests together get; None if the server does not tell."""
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -75,7 +75,7 @@ def parse_load(reply: Mapping[str, Any]) -> Load:
     if not ranks:
         raise ProtocolError("loads is [], but must have an entry for each rank")
     usages = [usage for rank in ranks if (usage := _number(rank, "token_usage")) is not None]
-    pace = sum(_number(rank, "gen_throughput") or 0.0 for rank in ranks)
+    paces = [pace for rank in ranks if (pace := _number(rank, "gen_throughput")) is not None]
     most_running = sum(_count(rank, "max_running_requests", missing=0) for rank in ranks)
     return Load(
         running=sum(_count(rank, "num_running_reqs") for rank in ranks),
@@ -83,7 +83,7 @@ def parse_load(reply: Mapping[str, Any]) -> Load:
         kv_usage=max(usages, default=None),
         # Zero, from ranks that do not tell, is no number of requests.
         most_running=most_running or None,
-        tokens_per_second=pace or None,
+        tokens_per_second=sum(paces) if paces else None,
     )
 
 

@@ -89,6 +89,11 @@ class ScriptedEngine:
         return len(self._running), len(self._waiting)
 
     @property
+    def tokens_per_second(self) -> float:
+        """Of all running requests."""
+        return sum(run.tokens_per_second for run in self._running)
+
+    @property
     def theta(self) -> float:
         """The base weights; whoever sets them changes those of running requests too."""
         return self._theta

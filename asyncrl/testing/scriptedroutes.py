@@ -91,7 +91,12 @@ class ScriptedRoutes:
 
     def _loads(self) -> dict[str, Any]:
         running, waiting = self._engine.load
-        load: dict[str, float] = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
+        load: dict[str, float] = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "gen_throughput": self._engine.tokens_per_second,
+        }
         limits = self._engine.limits
         if limits.max_total_tokens is not None and limits.max_running_requests is not None:
             load |= {

@@ -95,6 +95,13 @@ class Run:
             self.running = False
             self.changed.notify()
 
+    @property
+    def tokens_per_second(self) -> float:
+        """How fast its tokens come now."""
+        if self.held or not self.running or not self._seconds:
+            return 0.0
+        return self._planned / self._seconds
+
     def seconds_left(self) -> float:
         """Until its last token, if nothing happens."""
         if self.held:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import anyio
 import httpx
 import orjson
 
@@ -27,6 +28,7 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_DRIP_S = 60.0
 _JSON, _TEXT = b"application/json", b"text/plain; charset=utf-8"
 
 
@@ -50,6 +52,8 @@ class Fault:
     body: bytes = b'{"error":{"message":"scripted"}}'
     hold: bool = False
     """Do not answer until ``ScriptedServer.release`` or, for a request for tokens, its abort."""
+    drip: bool = False
+    """Begin the answer and never come to its end, a byte each minute, until ``ScriptedServer.release``."""
     drop: bool = False
     """Cut the connection after the answer began."""
     lose: bool = False
@@ -187,8 +191,17 @@ class ScriptedServer:
             self._changed.notify()
         kind = _TEXT if isinstance(reply, str) else _JSON
         answer = reply if isinstance(reply, bytes) else reply.encode() if kind is _TEXT else orjson.dumps(reply)
-        await _start(send, status, kind=kind, length=len(answer))
+        await _start(send, status, kind=kind, length=None if fault.drip else len(answer))
+        if fault.drip:
+            await self._drip(send)
         await send({"type": "http.response.body", "body": answer})
+
+    async def _drip(self, send: Send) -> None:
+        seen = self._releases
+        while self._releases == seen:
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            with anyio.move_on_after(_DRIP_S):
+                await self._changed.wait_until(lambda: self._releases > seen)
 
     async def _answer(self, method: str, route: str, content: bytes, fault: Fault) -> tuple[int, Any]:
         try:
@@ -265,6 +278,8 @@ async def _read(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-async def _start(send: Send, status: int, *, kind: bytes, length: int) -> None:
-    headers = [(b"content-type", kind), (b"content-length", str(length).encode())]
+async def _start(send: Send, status: int, *, kind: bytes, length: int | None) -> None:
+    headers = [(b"content-type", kind)]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -36,7 +36,7 @@ class Run:
             self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE
         )
         self.notices: list[str] = []
-        self.sampler.events.subscribe(self._note)
+        self.sampler.events.subscribe(self._note, kinds=(Notice,))
         self.changed = anyio.Event()
 
     def _note(self, event: Event) -> None:

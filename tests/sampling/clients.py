@@ -10,11 +10,11 @@ import numpy as np
 
 from asyncrl.events import Event, Notice
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.pool import rendezvous
+from asyncrl.sampling.pool import Pool, rendezvous
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import ScriptedServer, network
 
-__all__ = ["OTHER", "THIRD", "URL", "key_of", "make_request", "open_client", "scripted", "watch"]
+__all__ = ["OTHER", "THIRD", "URL", "key_of", "make_request", "open_client", "pool_of", "scripted", "watch"]
 
 URL, OTHER, THIRD = "http://one:30000", "http://two:30000", "http://three:30000"
 
@@ -54,5 +54,11 @@ def watch(sampler: SGLang) -> list[str]:
         assert isinstance(event, Notice)
         names.append(event.name)
 
-    sampler.events.subscribe(note)
+    sampler.events.subscribe(note, kinds=(Notice,))
     return names
+
+
+def pool_of(sampler: SGLang) -> Pool:
+    """The books of an open client."""
+    assert sampler._fleet is not None
+    return sampler._fleet.pool

@@ -12,7 +12,7 @@ from asyncrl.errors import SamplingError
 from asyncrl.testing.clock import run_virtual
 from asyncrl.testing.server import Fault
 from asyncrl.types import Segment
-from tests.sampling.clients import OTHER, URL, make_request, open_client, scripted
+from tests.sampling.clients import OTHER, URL, make_request, open_client, pool_of, scripted
 
 _FAULTS = (Fault(), Fault(), Fault(status=503), Fault(status=500), Fault(drop=True), Fault(lose=True), Fault(hold=True))
 
@@ -52,7 +52,7 @@ def test_a_request_is_answered_or_aborted_and_leaves_nothing(seed: int) -> None:
                 for key in range(16):
                     tasks.start_soon(ask, key)
             await anyio.sleep(60)
-            assert [sampler._pool.in_flight(url) for url in servers] == [0, 0]
+            assert [pool_of(sampler).in_flight(url) for url in servers] == [0, 0]
             assert len(sampler.live) == 2
         assert [server.in_flight for server in servers.values()] == [0, 0]
         calls = {call.rid for server in servers.values() for call in server.generated}

@@ -15,7 +15,7 @@ from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing import ByteRenderer, ScriptedLearner, ScriptedPublisher
 from asyncrl.testing.server import ScriptedLimits, ScriptedServer, network
 from asyncrl.types import Group, Message, Row, Trajectory, TruncationCause
-from tests.sampling.clients import URL, scripted
+from tests.sampling.clients import URL, pool_of, scripted
 
 pytestmark = pytest.mark.virtual_clock
 
@@ -89,6 +89,6 @@ async def test_requests_wait_in_the_client_while_the_servers_are_full() -> None:
         assert session._context.requests.limit == 20
         sampler = session.policy.sampler
         assert isinstance(sampler, SGLang)
-        sampler._pool.set_limit(URL, 1000)
+        pool_of(sampler).set_limit(URL, 1000)
         assert session._context.requests.limit == 40
         tasks.cancel_scope.cancel()

@@ -17,7 +17,7 @@ from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.sources import Changed
 from asyncrl.testing.server import Fault, ScriptedLimits, ScriptedServer, network
 from asyncrl.types import StopReason
-from tests.sampling.clients import OTHER, THIRD, URL, key_of, make_request, open_client, scripted, watch
+from tests.sampling.clients import OTHER, THIRD, URL, key_of, make_request, open_client, pool_of, scripted, watch
 
 pytestmark = pytest.mark.virtual_clock
 ROUTER = "http://router:1"
@@ -90,7 +90,7 @@ async def test_a_removed_server_gets_no_new_requests_and_is_forgotten(now: bool)
             tasks.start_soon(sample)
         assert servers == ([OTHER, OTHER] if now else [URL, OTHER])
         assert sampler.urls == [OTHER]
-        assert URL not in sampler._pool
+        assert URL not in pool_of(sampler)
         assert len(one.aborted) == now
         # What is said about it later concerns nobody.
         sampler.suspect(URL, "late")
@@ -118,7 +118,7 @@ async def test_a_server_that_leaves_and_comes_back_keeps_its_requests() -> None:
         sampler.add(URL)
         await anyio.sleep(1)
         assert len(sampler.live) == 2
-        assert sampler._pool.in_flight(URL) == 1
+        assert pool_of(sampler).in_flight(URL) == 1
     assert one.aborted == []
 
 
@@ -213,8 +213,8 @@ async def test_a_dead_and_a_slow_server_get_little_and_sessions_stay_where_they_
                 tasks.start_soon(talk, str(key))
             await anyio.sleep(60)
             # The slow one holds a share by number of requests, and for its queue it gets fewer new ones.
-            assert sampler._pool.in_flight(OTHER) < 25
-            assert sampler._pool.limit(OTHER) <= 12
+            assert pool_of(sampler).in_flight(OTHER) < 25
+            assert pool_of(sampler).limit(OTHER) <= 12
             in_a_minute = Counter(answered)
     assert sum(answered.values()) == 60 * 20
     assert in_a_minute[THIRD] > 20 * in_a_minute[OTHER]
@@ -229,8 +229,8 @@ async def test_capacity_follows_the_servers_that_take_requests() -> None:
     async with open_client({URL: scripted(), OTHER: scripted()}) as sampler:
         seen: list[int] = []
         forget = sampler.on_capacity(seen.append)
-        sampler._pool.set_limit(URL, 10)
-        sampler._pool.set_limit(OTHER, 7)
+        pool_of(sampler).set_limit(URL, 10)
+        pool_of(sampler).set_limit(OTHER, 7)
         assert seen[-1] == 17
         sampler.restore_with(_never)
         sampler.quarantine(URL, "test")
@@ -238,7 +238,7 @@ async def test_capacity_follows_the_servers_that_take_requests() -> None:
         sampler.quarantine(OTHER, "test")
         assert seen[-1] == 1
         forget()
-        sampler._pool.set_limit(OTHER, 9)
+        pool_of(sampler).set_limit(OTHER, 9)
         assert seen[-1] == 1
 
 
@@ -246,7 +246,7 @@ async def test_new_requests_go_where_there_is_room() -> None:
     """A server at its limit is passed over, also by the trajectories that stick to it."""
     one, two = scripted(seconds=lambda call: 10.0), scripted(seconds=lambda call: 10.0)
     async with open_client({URL: one, OTHER: two}) as sampler, anyio.create_task_group() as tasks:
-        sampler._pool.set_limit(URL, 1)
+        pool_of(sampler).set_limit(URL, 1)
         for _ in range(3):
             tasks.start_soon(sampler.sample, make_request(key_of(URL, URL, OTHER)))
         await anyio.sleep(1)
@@ -268,7 +268,7 @@ async def test_a_pinned_request_waits_for_a_server_of_its_version() -> None:
         # What a server that went out holds is anybody's guess.
         sampler.restore_with(_never)
         sampler.quarantine(OTHER, "test")
-        assert sampler._pool.version(OTHER) is None
+        assert pool_of(sampler).version(OTHER) is None
 
 
 async def test_a_replica_that_answers_with_another_version_is_looked_at_and_asked_no_more() -> None:

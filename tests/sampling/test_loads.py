@@ -13,7 +13,7 @@ from asyncrl.sampling.loads import LoadMonitor, adapt
 from asyncrl.sampling.pool import UNLIMITED, Pool
 from asyncrl.sampling.replies import Load, parse_load
 from asyncrl.testing.server import Fault, ScriptedLimits
-from tests.sampling.clients import OTHER, URL, make_request, open_client, scripted
+from tests.sampling.clients import OTHER, URL, make_request, open_client, pool_of, scripted
 
 LOADS = st.builds(
     Load, running=st.integers(0, 500), waiting=st.integers(0, 5000), kv_usage=st.none() | st.floats(0.0, 1.0)
@@ -133,7 +133,7 @@ async def test_a_server_that_is_late_with_its_load_gets_fewer_requests() -> None
         for key in range(16):
             tasks.start_soon(sampler.sample, make_request(str(key)))
         await anyio.sleep(8)
-        assert sampler._pool.limit(URL) == 12
+        assert pool_of(sampler).limit(URL) == 12
 
 
 async def test_a_server_that_was_removed_is_not_asked() -> None:

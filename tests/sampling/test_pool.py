@@ -8,7 +8,11 @@ import anyio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.held import Interrupted, Told
 from asyncrl.sampling.pool import Pool, ServerState, choose, rendezvous
+from asyncrl.sampling.transport import Client
+from asyncrl.testing.server import network
 
 URLS = ("http://a", "http://b", "http://c")
 
@@ -59,11 +63,17 @@ async def test_requests_are_taken_from_a_server_that_goes_out_and_left_on_a_susp
     """Suspicion leaves what runs alone; going out cancels it."""
     pool = Pool(URLS[:1])
     ended: list[bool] = []
+    place = ServerControl(Client(network({})), URLS[0], api_key=None, admin_key=None)
+
+    def told(tell: Told) -> None:
+        tell(False)
 
     async def run() -> None:
-        with pool.request(URLS[0], "r", 0) as scope:
-            await anyio.Event().wait()
-        ended.append(scope.cancelled_caught)
+        with pool.request(place, "r", anchor=0, work=1.0) as running:
+            try:
+                await running.held.make(anyio.sleep_forever(), told)
+            except Interrupted:
+                ended.append(True)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)

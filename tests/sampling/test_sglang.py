@@ -62,7 +62,7 @@ def _watch(sampler: SGLang) -> list[str]:
         assert isinstance(event, Notice)
         names.append(event.name)
 
-    sampler.events.subscribe(note)
+    sampler.events.subscribe(note, kinds=(Notice,))
     return names
 
 
