@@ -16,7 +16,7 @@ import anyio
 
 from asyncrl.engine import EngineSession
 from asyncrl.errors import ConfigError
-from asyncrl.events import EvaluationFinished, Events
+from asyncrl.events import EvaluationFinished, Events, Notice
 from asyncrl.scheduling.rules import require_count
 from asyncrl.types import Group, Row
 
@@ -51,11 +51,13 @@ class Evaluator:
         version = session.clock.published
         groups: list[Group] = []
         failed: list[BaseException] = []
+        events = Events()  # its segments and tools are not part of the training run's metrics
+        events.subscribe(session.events.emit, kinds=(Notice,))
         pinned = session.pinned(
             version,
             prefix=f"eval{version}-",
             temperature=session.settings.temperature if self.temperature is None else self.temperature,
-            events=Events(),  # its segments and tools are not part of the training run's metrics
+            events=events,
         )
 
         async def run(index: int, row: Row) -> None:

@@ -35,7 +35,7 @@ from asyncrl.events import (
 )
 from asyncrl.rollout.calls import Deadline, call_user
 from asyncrl.rollout.env import Env, EnvFactory
-from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, error_text
+from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, error_text, unsampled
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
 from asyncrl.scheduling.slots import OrderedSlots
@@ -73,6 +73,8 @@ async def run_group(
         group = await run.run()
         if isinstance(group, Group):
             budget.group_ended()
+            if not progress.left and (notice := unsampled(group)) is not None:
+                context.events.emit(notice)
             return group
         if not run.may_be_tried_again or progress.rerolls >= budget.rules.group_rerolls:
             break

@@ -1,16 +1,21 @@
-"""Groups as values: what is to be rolled out, and what is left of a group that failed."""
+"""Groups as values: what is to be rolled out, and what there is to say of one that failed or never sampled."""
 
 from __future__ import annotations
 
+import reprlib
+from collections import Counter
 from dataclasses import dataclass, field
 
 import anyio
 
-from asyncrl.events import GroupDropped
+from asyncrl.events import GroupDropped, Notice
 from asyncrl.scheduling.rules import GroupCompletion
-from asyncrl.types import DropReason, Row, Trajectory
+from asyncrl.types import DropReason, Group, Row, Trajectory
 
-__all__ = ["FailedGroup", "GroupPlan", "error_text"]
+__all__ = ["FailedGroup", "GroupPlan", "error_text", "unsampled"]
+
+_SHORT = reprlib.Repr()
+# A row is named, not printed: a long one loses its middle.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,20 @@ class FailedGroup:
             error=error_text(self.error),
             generated_tokens=self.generated_tokens,
         )
+
+
+def unsampled(group: Group) -> Notice | None:
+    """Names the row if its group was truncated before anything was sampled, as one is whose prompt is too long."""
+    truncated = Counter(str(traj.truncated) for traj in group.members_G if traj.truncated is not None)
+    if not truncated or any(traj.generated_tokens for traj in group.members_G):
+        return None
+    keys: dict[str, object] = {
+        "group": group.index,
+        "row": _SHORT.repr(group.row),
+        "truncated": dict(truncated),
+        "prompt_tokens": max(traj.context_tokens for traj in group.members_G),
+    }
+    return Notice(time=anyio.current_time(), name="row_not_sampled", level="warning", keys=keys)
 
 
 def error_text(error: BaseException | None) -> str:

@@ -1,7 +1,8 @@
 """Admission: the reservations, from the right to run a group until its update is published.
 
 A group takes a slot when it is admitted. It is *born* when its first segment is dispatched; until then it has no age,
-so a queue never grows old. The trainer takes it into a batch; its slot comes back when the version that the batch
+so a queue never grows old. A group may end unborn, if each of its members was truncated or failed before its first
+request: it keeps having no age. The trainer takes it into a batch; its slot comes back when the version that the batch
 made is published, or at once if it made none. Freeing it at the commit would break the barrier's proof (staleness.py)
 as soon as publication lags.
 

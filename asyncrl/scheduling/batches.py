@@ -1,12 +1,13 @@
 """Batches: finished groups, and which of them the trainer may take now (DESIGN.md 4.6, 4.10-4.12).
 
 Ready groups are kept by due step, of which there are at most S + 1, so that a decision costs O(S) however many groups
-there are.
+there are. A group that ended before any of its segments was dispatched has no due step. Nothing is gained by letting
+it wait, so it goes first, as far as the barrier lets it take the place of a group that has one.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -18,7 +19,7 @@ from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.pulse import Pulse
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
-from asyncrl.scheduling.staleness import feasible
+from asyncrl.scheduling.staleness import feasible, needed
 from asyncrl.types import BarrierWait, Group
 
 __all__ = ["Batches"]
@@ -52,7 +53,9 @@ class Batches:
         self._bounded = bounded
         self._split_size = split_size
         self._ready: dict[int, Group] = {}
-        self._by_due: dict[int, OrderedDict[int, None]] = {}
+        self._dues: dict[int, int | None] = {}
+        # Ready group -> its due step; None of one that was never born.
+        self._by_due: dict[int | None, OrderedDict[int, None]] = {}
         # Due step -> ready groups, first finished first.
         self._in_order: deque[int] = deque()
         self._next_in_order = 0
@@ -77,11 +80,11 @@ class Batches:
 
     def put(self, group: Group) -> None:
         """``group`` is ready, or a part of it. Never waits: its slot is its place here."""
-        due = self._admission.due(group.index)
-        if due is None:
-            raise ValueError(f"group {group.index} ended without a dispatched segment")
         before = self._ready.get(group.index)
         self._ready[group.index] = group if before is None else _joined(before, group)
+        if before is not None:
+            self._unplace(group.index)  # the part that is there may be of before the group's birth
+        due = self._dues[group.index] = self._admission.due(group.index)
         self._by_due.setdefault(due, OrderedDict())[group.index] = None
         self._sequences += len(group.members_G)
         self._tokens += group.context_tokens
@@ -167,13 +170,26 @@ class Batches:
         if self._order == "admission":
             self._extend_order()
             chosen = list(islice(self._in_order, size))
-            return chosen if len(chosen) == size and self._leaves_feasible(self._dues(chosen)) else None
+            return chosen if len(chosen) == size and self._leaves_feasible(self._counted(chosen)) else None
         if len(self._ready) < size:
             return None
-        counts = self._earliest_due(size)
-        if not self._leaves_feasible(counts):
+        unborn = self._by_due.get(None, OrderedDict())
+        born = min(size, max(self._needed(), size - len(unborn)))
+        counts = self._earliest_due(born)
+        if counts.total() < born or not self._leaves_feasible(counts):
             return None
-        return [index for due, count in counts.items() for index in islice(self._by_due[due], count)]
+        counts[None] = size - born
+        return [index for due, count in counts.items() if count for index in islice(self._by_due[due], count)]
+
+    def _needed(self) -> int:
+        """How many groups of a batch must have a due step."""
+        if not self._bounded:
+            return 0
+        version = self._clock.committed + 1
+        return needed(self._admission.due_counts, version=version, groups_per_step=self._groups_per_step)
+
+    def _counted(self, chosen: list[int]) -> Counter[int | None]:
+        return Counter(self._dues[index] for index in chosen)
 
     def _extend_order(self) -> None:
         while self._next_in_order < self._admission.admitted:
@@ -183,24 +199,17 @@ class Batches:
                 return
             self._next_in_order += 1
 
-    def _earliest_due(self, size: int) -> dict[int, int]:
+    def _earliest_due(self, size: int) -> Counter[int | None]:
         """Due step -> how many of the ``size`` earliest due ready groups have it."""
-        counts: dict[int, int] = {}
-        for due in sorted(self._by_due):
-            counts[due] = min(len(self._by_due[due]), size)
-            size -= counts[due]
+        counts: Counter[int | None] = Counter()
+        for due in sorted(due for due in self._by_due if due is not None):
             if not size:
                 break
+            counts[due] = min(len(self._by_due[due]), size)
+            size -= counts[due]
         return counts
 
-    def _dues(self, chosen: list[int]) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for index in chosen:
-            due = self._born_due(index)
-            counts[due] = counts.get(due, 0) + 1
-        return counts
-
-    def _leaves_feasible(self, taken: Mapping[int, int]) -> bool:
+    def _leaves_feasible(self, taken: Mapping[int | None, int]) -> bool:
         if not self._bounded:
             return True
         rest = {due: count - taken.get(due, 0) for due, count in self._admission.due_counts.items()}
@@ -215,7 +224,8 @@ class Batches:
         """Take ``members`` of the earliest due ready groups; the last of these may be cut in two."""
         groups: list[Group] = []
         while members:
-            group = self._remove(next(iter(self._by_due[min(self._by_due)])))
+            due = None if None in self._by_due else min(due for due in self._by_due if due is not None)
+            group = self._remove(next(iter(self._by_due[due])))
             if len(group.members_G) > members:
                 rest = replace(group, members_G=group.members_G[members:])
                 group = replace(group, members_G=group.members_G[:members], final=False)
@@ -229,11 +239,7 @@ class Batches:
         return groups
 
     def _remove(self, index: int) -> Group:
-        due = self._born_due(index)
-        bucket = self._by_due[due]
-        del bucket[index]
-        if not bucket:
-            del self._by_due[due]
+        self._unplace(index)
         if self._in_order and self._in_order[0] == index:
             self._in_order.popleft()
         group = self._ready.pop(index)
@@ -241,11 +247,12 @@ class Batches:
         self._tokens -= group.context_tokens
         return group
 
-    def _born_due(self, index: int) -> int:
-        due = self._admission.due(index)
-        if due is None:
-            raise ValueError(f"group {index} is ready but was never born")
-        return due
+    def _unplace(self, index: int) -> None:
+        due = self._dues.pop(index)
+        bucket = self._by_due[due]
+        del bucket[index]
+        if not bucket:
+            del self._by_due[due]
 
 
 def _joined(first: Group, second: Group) -> Group:

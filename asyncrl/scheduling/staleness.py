@@ -20,16 +20,28 @@ later. For d >= v + S - L the count is at most (1 + S - L) * P <= (d - v + 1) * 
 nothing. So the trainer can always make progress once enough groups have ended: the barrier waits for samples, never
 for itself.
 
+**A group that ends unborn** (each member truncated or failed before its first request) has no age, so any step may
+train it and it is not counted. It must not take the place of a group that is counted: with N_d born groups due by d,
+a batch that is trained at v - 1 must hold at least ``N_d - (d - v + 1) * P`` born ones, for every d. ``needed`` is the
+largest of these numbers. *Necessary*: of the N_d groups due by d the later steps train at most (d - v + 1) * P.
+*Sufficient*: if some batch of ready groups may go, so may the one of the ``needed`` earliest due ready groups, for
+taking min(needed, R_d) of the R_d ready ones due by d leaves at most (d - v + 1) * P in both cases. All other places
+are free for unborn groups. Waiting for ``needed`` born groups always ends: P places are enough for them (the rule held
+at v - 1, so N_d <= (d - v + 2) * P), and once every born group has ended, the earliest due ones are ready. Nor do
+unborn groups keep anything from being born: they only take slots, which the count above includes.
+
 Worked example: P = 2, S = 2, committed 5. Born under 4: four groups (due 6); born under 5: two (due 7). Taking two of
 the older leaves, at version 6, two due by 6 (at most 2) and four due by 7 (at most 4): allowed. Taking the two
-younger leaves four due by 6: refused, although none of them is due *now*.
+younger leaves four due by 6: refused, although none of them is due *now*. With three more that ended unborn, a batch
+may hold none of these: two of the older must go first. One that was born under 3 (due 5) and still runs keeps the
+barrier closed, however many unborn groups are ready.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["feasible"]
+__all__ = ["feasible", "needed"]
 
 
 def feasible(outstanding_due: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
@@ -43,3 +55,15 @@ def feasible(outstanding_due: Mapping[int, int], *, version: int, groups_per_ste
         if count > max(0, due - version + 1) * groups_per_step:
             return False
     return True
+
+
+def needed(outstanding_due: Mapping[int, int], *, version: int, groups_per_step: int) -> int:
+    """How many of the earliest due groups of ``outstanding_due`` a batch must hold, if its commit makes ``version``.
+
+    The other places may go to groups without an age. If that many groups are not ready, no batch may go.
+    """
+    count = most = 0
+    for due in sorted(outstanding_due):
+        count += outstanding_due[due]
+        most = max(most, count - max(0, due - version + 1) * groups_per_step)
+    return most

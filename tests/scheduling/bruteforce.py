@@ -34,19 +34,23 @@ def _assignable(dues: tuple[int, ...], free: tuple[int, ...]) -> bool:
 
 
 def openings(
-    ready: Iterable[int], running: Sequence[int], *, version: int, groups_per_step: int
+    ready: Iterable[int | None], running: Sequence[int], *, version: int, groups_per_step: int
 ) -> set[tuple[int, ...]]:
     """The due steps of every batch of ``groups_per_step`` ready groups that may be trained at ``version``.
 
-    ``ready`` and ``running`` are due steps. A batch may be trained if none of its groups is late, and all that is left
-    can still be trained from the next step on.
+    ``ready`` and ``running`` are due steps, None of a group that never got an age, which is never late; a batch that is
+    shorter than ``groups_per_step`` has some of these. A batch may be trained if none of its groups is late, and all
+    that is left can still be trained from the next step on.
     """
-    everyone = sorted(ready)
+    everyone = list(ready)
+    ageless = everyone.count(None)
+    dues = sorted(due for due in everyone if due is not None)
     return {
         batch
-        for batch in set(combinations(everyone, groups_per_step))
-        if batch[0] >= version
-        and trainable([*_without(everyone, batch), *running], version=version + 1, groups_per_step=groups_per_step)
+        for size in range(max(0, groups_per_step - ageless), groups_per_step + 1)
+        for batch in set(combinations(dues, size))
+        if min(batch, default=version) >= version
+        and trainable([*_without(dues, batch), *running], version=version + 1, groups_per_step=groups_per_step)
     }
 
 

@@ -35,8 +35,8 @@ class _Owners:
         self.batches = Batches(admission=self.admission, clock=self.clock, groups_per_step=groups_per_step, order=order)
         self.unborn: list[int] = []
         self.running: dict[int, int] = {}
-        self.ready: dict[int, int] = {}
-        # Group -> due step.
+        self.ready: dict[int, int | None] = {}
+        # Group -> due step; None of one that ended without a birth.
         self.training = False
         self.unpublished: list[int] = []
 
@@ -61,6 +61,7 @@ class _Owners:
             "birth": self.unborn,
             "end": self._quick,
             "end slow": self.running.keys() - self._quick,
+            "end unborn": self.unborn,
             "take": len(self.ready) >= self.groups_per_step and not self.training,
             "commit": self.training,
             "settle without a version": self.training,
@@ -79,6 +80,8 @@ class _Owners:
                 self.end(draw.choice(self._quick))
             case "end slow":
                 self.end(draw.choice(sorted(self.running.keys() - self._quick)))
+            case "end unborn":
+                self.end_unborn(draw.choice(self.unborn))
             case "take":
                 self.take()
             case "commit" | "settle without a version":
@@ -109,6 +112,12 @@ class _Owners:
         self.ready[group] = self.running.pop(group)
         self.batches.put(Group(index=group, row=None, members_G=[], seconds=0.0))
 
+    def end_unborn(self, group: int) -> None:
+        """All members have ended before any of them sampled."""
+        self.unborn.remove(group)
+        self.ready[group] = None
+        self.batches.put(Group(index=group, row=None, members_G=[], seconds=0.0))
+
     def take(self) -> None:
         """The trainer looks: the barrier is open exactly if some batch may go, and what goes is such a batch."""
         allowed = self.allowed()
@@ -116,8 +125,11 @@ class _Owners:
         assert (batch is not None) == bool(allowed)
         if batch is None:
             return
-        dues = [self.ready.pop(group.index) for group in batch]
+        taken = [self.ready.pop(group.index) for group in batch]
+        dues = [due for due in taken if due is not None]
         assert tuple(sorted(dues)) in allowed
+        if self.order == "completion":
+            assert len(dues) == min(map(len, allowed)), "what has no age goes as soon as it may"
         for due in dues:
             assert 0 <= self.clock.committed - (due - self.max_staleness) <= self.max_staleness
         self.training = True
@@ -155,14 +167,14 @@ class _Owners:
         if self.order == "admission":
             oldest = sorted([*self.unborn, *self.running, *self.ready])[: self.groups_per_step]
             ready = {group: self.ready[group] for group in oldest if group in self.ready}
-            rest |= {group: due for group, due in self.ready.items() if group not in ready}
+            rest |= {group: due for group, due in self.ready.items() if group not in ready and due is not None}
         return openings(
             ready.values(), list(rest.values()), version=self.clock.committed, groups_per_step=self.groups_per_step
         )
 
     def check(self) -> None:
         """What must hold after every move."""
-        dues = [*self.running.values(), *self.ready.values()]
+        dues = [*self.running.values(), *(due for due in self.ready.values() if due is not None)]
         assert self.admission.outstanding == self.outstanding
         assert self.admission.held == self.held <= self.slots
         assert Counter(self.admission.due_counts) == Counter(dues)
@@ -182,7 +194,8 @@ class _Owners:
         for j in range(self.max_staleness + 1):
             last = self.clock.committed + j
             need = max(0, sum(due <= last for due in dues) - j * self.groups_per_step)
-            if min(self.groups_per_step, sum(due <= last for due in self.ready.values())) < need:
+            ready = sum(due is not None and due <= last for due in self.ready.values())
+            if min(self.groups_per_step, ready) < need:
                 return False
         return len(self.ready) >= self.groups_per_step
 
@@ -204,8 +217,8 @@ class _Owners:
 def test_the_barrier_opens_exactly_when_some_batch_may_go(
     max_staleness: int, groups_per_step: int, order: BatchOrder, schedule: Schedule, seed: int
 ) -> None:
-    """Births at lagging versions, ends, commits, publications, failed groups that start afresh or are dropped, in any
-    order; every ready subset is tried in each state.
+    """Births at lagging versions, ends with and without a birth, commits, publications, failed groups that start afresh
+    or are dropped, in any order; every ready subset is tried in each state.
 
     In the end, and so from any state, the run goes on: whenever all running groups have ended the barrier opens.
     """
@@ -213,7 +226,7 @@ def test_the_barrier_opens_exactly_when_some_batch_may_go(
     owners.admit()
     draw = random.Random(seed)
     # Some walks hardly publish, some train whatever there is at once, some have everything born long before.
-    rare = {"settle without a version": 1, "end slow": 0.2, "renew": 0.3, "drop": 0.3}
+    rare = {"settle without a version": 1, "end slow": 0.2, "renew": 0.3, "drop": 0.3, "end unborn": 0.4}
     weights = defaultdict(lambda: draw.choice([1, 5, 25]), rare)
     weights["publish"] = draw.choice([0.1, 1, 10])
     for _ in range(80):

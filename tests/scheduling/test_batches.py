@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import numpy as np
 import pytest
@@ -137,3 +139,22 @@ async def test_chunks_leave_when_a_threshold_is_reached() -> None:
     books.ready(3)
     by_tokens = ForwardBackwardBatch(min_sequences=1000, min_tokens=10)
     assert _indices(await books.batches.take_chunk(9, by_tokens)) == [3]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_part_of_before_the_birth_joins_one_of_after_it(size: int) -> None:
+    """Stragglers are carried over: what ended before the group's first request waits for a batch, and is joined."""
+    admission = Admission(slots=2, max_staleness=1, group_size=4)
+    batches = Batches(admission=admission, clock=PolicyClock(), groups_per_step=1, bounded=False, split_size=2)
+    index = admission.admit_nowait()
+    assert index == 0
+    whole = _group(index, members=4)
+    batches.put(replace(whole, members_G=whole.members_G[:1], final=False))
+    admission.birth(index, 0)
+    batches.put(replace(whole, members_G=whole.members_G[1:]))
+    taken = [batches.take_nowait(size) for _ in range(2 // size)]
+    assert [traj.member for batch in taken for group in batch or () for traj in group.members_G] == [0, 1, 2, 3]
+    assert batches.ready == admission.outstanding == 0
+    assert admission.admit_nowait() == 1
+    batches.put(_group(1, members=4))
+    assert _indices(batches.take_nowait(2)) == [1]
