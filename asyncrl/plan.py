@@ -66,7 +66,10 @@ def _against_overlap(plan: TrainingPlan) -> Iterator[str]:
     if plan.sampling_policy != "trajectory":
         yield f"sampling_policy is {plan.sampling_policy!r} and must be 'trajectory'"
     if type(plan.advantage) is not GroupCentered:
-        yield "advantage must be GroupCentered(): any other may need the rewards of the whole batch"
+        yield (
+            f"advantage is {plan.advantage!r} and must be GroupCentered() itself: any other, and a subclass too, may "
+            "need the rewards of the whole batch"
+        )
 
 
 def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
@@ -144,7 +147,10 @@ def _check_completion(plan: TrainingPlan) -> None:
     if completion.stragglers == "carry_over":
         carried = "completion.on_stragglers is 'carry_over', which divides a group between batches"
         if type(plan.advantage) is not Batchwise:
-            raise ConfigError(f"{carried}: a late member has no group to be centred in; use advantage=Batchwise()")
+            raise ConfigError(
+                f"{carried}, and advantage is {plan.advantage!r}, which may need them together: a late member has no "
+                "group to be centred in; use advantage=Batchwise()"
+            )
         if plan.normalize == "prompt":
             raise ConfigError(f"{carried}: normalize='prompt' would count it twice; use 'token', 'sequence' or 'batch'")
         if plan.max_staleness == 0:

@@ -275,6 +275,11 @@ class Trajectory:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
     @property
+    def is_trained(self) -> bool:
+        """True of a finished one whose tokens are trained, if they are young enough; its advantage may still be 0."""
+        return self.dropped is None and self.reward is not None
+
+    @property
     def slowest(self) -> str:
         """What took the most of its time; empty before anything did."""
         return max(self.seconds, key=lambda what: (self.seconds[what], what), default="")

@@ -46,6 +46,8 @@ class StepAssembly:
         mask_stale: bool,
     ) -> None:
         self._advantage = advantage
+        # What a subclass overrides may need the whole batch: it is asked for all of it, as any other function is.
+        self._centered = advantage if type(advantage) is GroupCentered else None
         self._normalize = normalize
         self._truncation = truncation
         self._min_members = min_members
@@ -73,8 +75,8 @@ class StepAssembly:
         for group in groups:
             rewards = self._rewards(group)
             present = [reward for reward in rewards if reward is not None]
-            if isinstance(self._advantage, GroupCentered) and len(present) >= self._min_members:
-                sequences += self._sequences(group, self._advantage.center(rewards, baseline=present))
+            if self._centered is not None and len(present) >= self._min_members:
+                sequences += self._sequences(group, self._centered.center(rewards, baseline=present))
             else:
                 self._waiting.append(group)
         return sequences
@@ -128,10 +130,10 @@ class StepAssembly:
         }
 
     def _advantage_scale(self, rewards: Rewards) -> float:
-        if not isinstance(self._advantage, GroupCentered) or self._advantage.standardize != "batch":
+        if self._centered is None or self._centered.standardize != "batch":
             return 1.0
-        plain = GroupCentered(eps=self._advantage.eps)(rewards, min_members=self._min_members)
-        return self._advantage.batch_scale(rewards, plain)
+        plain = GroupCentered(eps=self._centered.eps)(rewards, min_members=self._min_members)
+        return self._centered.batch_scale(rewards, plain)
 
     def _drop_truncated(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -194,7 +196,7 @@ class StepAssembly:
     def _trained(self, member: Trajectory) -> list[_Placed]:
         """The spans that are trained; none of a member that is not."""
         trained: list[_Placed] = []
-        if member.dropped is None and member.reward is not None:
+        if member.is_trained:
             start = 0
             for span in member.spans:
                 stop = start + len(span.tokens)

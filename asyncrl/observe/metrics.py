@@ -171,10 +171,11 @@ class MetricsRecorder:
 class BatchMetrics:
     """Adds up the groups of a batch that is trained while ``version`` is committed; constant work for each member.
 
-    Ages are in versions: one per generated span whatever its length, or weighted by tokens
-    (``staleness/age_tokens/<age>`` up to ``max_staleness``, ``/older`` beyond). ``masked``: tokens beyond the bound get
-    no gradient. Percentiles are values that occur. Rewards are the raw ones, before any truncation rule. ``tools``:
-    names that have a metric even if nobody calls them.
+    Ages are in versions and of trained tokens only: one per generated span whatever its length, or weighted by tokens
+    (``staleness/age_tokens/<age>`` up to ``max_staleness``, ``/older`` beyond; their sum is ``train/active_tokens``).
+    Members that failed or were dropped have none. ``masked``: tokens beyond the bound are not trained either.
+    Percentiles are values that occur. Rewards are the raw ones, before any truncation rule. ``tools``: names that have
+    a metric even if nobody calls them.
     """
 
     def __init__(self, *, version: int, max_staleness: int, masked: bool = False, tools: Sequence[str] = ()) -> None:
@@ -184,6 +185,7 @@ class BatchMetrics:
         self._rewards: list[float] = []
         self._span_ages: Counter[int] = Counter()
         self._token_ages: Counter[int] = Counter()
+        self._masked_tokens = 0
         self._lengths: list[int] = []
         self._truncated: Counter[TruncationCause] = Counter()
         self._environment = dict.fromkeys((*_TOOLS, *(f"tool_calls/{name}" for name in tools)), 0.0)
@@ -201,16 +203,24 @@ class BatchMetrics:
     def _add_member(self, member: Trajectory) -> None:
         if member.reward is not None:
             self._rewards.append(member.reward)
-        for span in member.spans:
-            if span.kind is SpanKind.GENERATED and span.version is not None:
-                self._span_ages[self._version - span.version] += 1
-                self._token_ages[self._version - span.version] += len(span.tokens)
+        if member.is_trained:
+            self._count_ages(member)
         self._lengths.append(member.generated_tokens)
         if member.truncated is not None:
             self._truncated[member.truncated] += 1
         for key, value in member.metrics.items():
             self._environment[key] = self._environment.get(key, 0.0) + value
         self._failed += member.dropped is DropReason.FAILED
+
+    def _count_ages(self, member: Trajectory) -> None:
+        for span in member.spans:
+            if span.kind is SpanKind.GENERATED and span.version is not None:
+                age = self._version - span.version
+                if self._masked and age > self._max_staleness:
+                    self._masked_tokens += len(span.tokens)
+                else:
+                    self._span_ages[age] += 1
+                    self._token_ages[age] += len(span.tokens)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the groups added so far."""
@@ -239,7 +249,7 @@ class BatchMetrics:
             "staleness/token_age_mean": _ratio(sum(age * count for age, count in tokens.items()), tokens.total()),
             **{f"staleness/age_tokens/{age}": float(tokens[age]) for age in range(self._max_staleness + 1)},
             "staleness/age_tokens/older": float(older),
-            "staleness/frac_masked": _ratio(older, tokens.total()) if self._masked else 0.0,
+            "staleness/frac_masked": _ratio(self._masked_tokens, self._masked_tokens + tokens.total()),
         }
 
 

@@ -9,19 +9,68 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import StalenessError
-from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
+from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, Rewards
 from asyncrl.learning.assembly import StepAssembly
 from asyncrl.learning.base import ChunkResult, TrainingSequence
 from asyncrl.learning.normalize import Normalize
 from asyncrl.scheduling.rules import Truncation
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
+
+class _Doubled(GroupCentered):
+    """Overrides the whole."""
+
+    def __call__(self, rewards: Rewards, *, min_members: int) -> list[list[float]]:
+        return [[2 * value for value in group] for group in super().__call__(rewards, min_members=min_members)]
+
+
+class _Best(GroupCentered):
+    """Needs the whole batch: only what is above its mean is trained."""
+
+    def __call__(self, rewards: Rewards, *, min_members: int) -> list[list[float]]:
+        present = [reward for group in rewards for reward in group if reward is not None]
+        mean = sum(present) / max(1, len(present))
+        return [[0.0 if reward is None else max(0.0, reward - mean) for reward in group] for group in rewards]
+
+
+class _Halved(GroupCentered):
+    """Overrides a part."""
+
+    def center(self, group: Sequence[float | None], *, baseline: Sequence[float]) -> list[float]:
+        return [value / 2 for value in super().center(group, baseline=baseline)]
+
+
+class _Tripled(GroupCentered):
+    """Overrides the other part."""
+
+    def batch_scale(self, rewards: Rewards, centered: Sequence[Sequence[float]]) -> float:
+        return 3.0
+
+
+class _Spread(Batchwise):
+    """Of the other kind."""
+
+    def __call__(self, rewards: Rewards, *, min_members: int) -> list[list[float]]:
+        return [[5 * value for value in group] for group in super().__call__(rewards, min_members=min_members)]
+
+
+SUBCLASSES: list[Advantage] = [
+    _Doubled(),
+    _Doubled(standardize="batch"),
+    _Best(),
+    _Halved(),
+    _Halved(standardize="batch"),
+    _Tripled(),
+    _Tripled(standardize="batch"),
+    _Spread(),
+]
 ADVANTAGES: list[Advantage] = [
     GroupCentered(),
     GroupCentered(standardize=True),
     GroupCentered(standardize="batch"),
     Batchwise(),
     Batchwise(standardize=True),
+    *SUBCLASSES,
 ]
 
 
@@ -137,6 +186,13 @@ def test_group_advantages_are_ready_early_and_others_wait() -> None:
     assert [int(sequence.tokens[0]) for sequence in assembly.add([full, thin])] == [0, 1]
     assert [int(sequence.tokens[0]) for sequence in chain.from_iterable(assembly.finish())] == [100]
     assert _assembly(Batchwise()).add([full, thin]) == []
+
+
+@pytest.mark.parametrize("advantage", SUBCLASSES, ids=repr)
+def test_a_subclass_is_asked_for_the_whole_batch(advantage: Advantage) -> None:
+    """What it overrides may need the rewards of all groups, so none of them is trained early."""
+    groups = [_group(0, _member(1.0), _member(0.0)), _group(1, _member(2.0), _member(0.0))]
+    assert _assembly(advantage).add(groups) == []
 
 
 def test_a_group_without_variance_counts_but_is_not_trained() -> None:

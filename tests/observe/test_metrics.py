@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.events import (
     BarrierOpened,
@@ -15,7 +18,10 @@ from asyncrl.events import (
     VersionCommitted,
     VersionPublished,
 )
+from asyncrl.learning.advantages import Batchwise
+from asyncrl.learning.assembly import StepAssembly
 from asyncrl.observe.metrics import BatchMetrics, MetricsRecorder
+from asyncrl.scheduling.rules import Truncation
 from asyncrl.types import BarrierWait, DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
 
@@ -87,6 +93,56 @@ def test_the_masked_fraction_counts_tokens_beyond_the_bound() -> None:
     assert _metrics(groups, version=5, max_staleness=2, masked=True)["staleness/frac_masked"] == 0.75
     assert _metrics(groups, version=5, max_staleness=3, masked=True)["staleness/frac_masked"] == 0.0
     assert _metrics(groups, version=5, max_staleness=2)["staleness/frac_masked"] == 0.0
+
+
+_MEMBER = st.tuples(
+    st.sampled_from([None, *DropReason]),
+    st.sampled_from([0.0, 1.0, None]),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=4),
+)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(groups=st.lists(st.lists(_MEMBER, min_size=1, max_size=4), min_size=1, max_size=4), masked=st.booleans())
+def test_ages_are_those_of_trained_tokens_and_the_rest_is_wasted(
+    groups: list[list[tuple[DropReason | None, float | None, list[tuple[int, int]]]]], masked: bool
+) -> None:
+    """Whatever became of the members: each token is trained, wasted with its batch, or of a member that failed."""
+    batch = BatchMetrics(version=5, max_staleness=2, masked=masked)
+    assembly = StepAssembly(
+        advantage=Batchwise(),
+        normalize="token",
+        truncation=Truncation(),
+        min_members=1,
+        temperature=1.0,
+        version=5,
+        max_staleness=2 if masked else None,
+        mask_stale=masked,
+    )
+    trained: Counter[int] = Counter()
+    hidden = failed = 0
+    for members in groups:
+        made = []
+        for dropped, reward, spans in members:
+            made.append(_trajectory(reward, spans=tuple(spans)))
+            made[-1].dropped = dropped
+            failed += made[-1].generated_tokens if dropped is DropReason.FAILED else 0
+            for version, count in spans:
+                if dropped is None and reward is not None:
+                    stale = masked and 5 - version > 2
+                    hidden += count if stale else 0
+                    trained[5 - version] += 0 if stale else count
+        assembly.add([_group(*made)])
+        batch.add(_group(*made))
+    list(assembly.finish())
+    metrics = batch.metrics()
+    bins = {age: metrics[f"staleness/age_tokens/{age}"] for age in range(3)}
+    assert bins == {age: trained[age] for age in range(3)}
+    assert metrics["staleness/age_tokens/older"] == sum(count for age, count in trained.items() if age > 2)
+    assert metrics["staleness/span_age_max"] == max((age for age, count in trained.items() if count), default=0)
+    assert metrics["staleness/frac_masked"] == hidden / max(1, hidden + trained.total())
+    assert assembly.metrics()["train/active_tokens"] == trained.total()
+    assert trained.total() + assembly.wasted_tokens + failed == metrics["train/generated_tokens"]
 
 
 def test_the_age_histogram_weighs_tokens() -> None:
