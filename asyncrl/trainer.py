@@ -34,14 +34,7 @@ from asyncrl.checkpoint.stepbooks import StepBooks
 from asyncrl.engine import EngineSession, RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluator
-from asyncrl.events import (
-    Events,
-    GroupAdmitted,
-    GroupBorn,
-    Notice,
-    StepFinished,
-    VersionPublished,
-)
+from asyncrl.events import Events, GroupAdmitted, GroupBorn, Notice, StepFinished, VersionPublished
 from asyncrl.iteration import Consumer, iterate
 from asyncrl.learning.advantages import Advantage, GroupCentered
 from asyncrl.learning.losses import Loss, loss_from
@@ -299,7 +292,7 @@ class _Training:
             self.plan.group_size,
             completion=self.plan.completion,
             on_part=self.batches.put,
-            on_reroll=self.batches.renew,
+            on_reroll=self._renew,
             progress=progress,
         )
         self.capture.progress.pop(group, None)
@@ -310,8 +303,13 @@ class _Training:
         self.batches.drop(group)
         event = finished.event()
         if self.books is not None:
-            self.capture.dropped.append((group, str(event.reason)))
+            self.capture.drop(group, str(event.reason))
         self.events.emit(event)
+
+    def _renew(self, group: int) -> None:
+        self.batches.renew(group)
+        if self.books is not None:
+            self.capture.renew(group)
 
     def _birth(self, group: int, version: int) -> None:
         due = self.admission.birth(group, version)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from asyncrl.checkpoint.state import GroupState, RunState
+from asyncrl.checkpoint.journal import Renewed
+from asyncrl.checkpoint.state import GroupState, RunState, started_anew
 from asyncrl.checkpoint.values import frozen
 from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.rollout.progress import GroupProgress
@@ -46,6 +47,18 @@ class Capture:
     """Groups of the step under way."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """Groups that were given up since the last commit, and why."""
+    renewed: dict[int, Renewed] = field(default_factory=dict)
+    """Outstanding groups that have begun anew -> their newest start."""
+
+    def renew(self, group: int) -> None:
+        """``group`` has begun anew: nothing that it sampled is left."""
+        before = self.renewed.get(group)
+        self.renewed[group] = started_anew(group, before, self.progress.get(group) or GroupProgress())
+
+    def drop(self, group: int, reason: str) -> None:
+        """``group`` was given up."""
+        self.dropped.append((group, reason))
+        self.renewed.pop(group, None)
 
     def commit(self, n: int, groups: Sequence[Group], dropped: int) -> None:
         """Step ``n`` was committed, with these groups, and with the first ``dropped`` of those that were given up."""
@@ -55,6 +68,7 @@ class Capture:
         for group in groups:
             if group.final:
                 self.taken.pop(group.index, None)
+                self.renewed.pop(group.index, None)
             else:
                 self.taken.setdefault(group.index, set()).update(traj.member for traj in group.members_G)
 
@@ -67,6 +81,7 @@ class Capture:
                 due=due,
                 taken=set(self.taken.get(group, ())),
                 progress=_copied(self.progress[group], now) if group in self.progress else None,
+                renewed=self.renewed.get(group),
             )
             for group, (due, _) in sorted(self.admission.books().items())
         }
@@ -89,16 +104,14 @@ class Capture:
         self.admission.restore(
             admitted=state.admitted,
             dropped=state.dropped,
-            books={
-                # If nothing that it sampled is left, its next first segment is a birth like any other.
-                group.index: (group.due if group.is_begun else None, len(group.taken))
-                for group in state.groups.values()
-            },
+            books={group.index: (group.due, len(group.taken)) for group in state.groups.values()},
         )
         self.recorder.go_on(state.sums)
         for group in state.groups.values():
             if group.taken:
                 self.taken[group.index] = set(group.taken)
+            if group.renewed is not None:
+                self.renewed[group.index] = group.renewed
             if not group.is_finished:
                 self.progress[group.index] = group.progress or GroupProgress()
             for part in group.parts:

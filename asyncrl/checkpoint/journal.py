@@ -2,8 +2,10 @@
 
 A step is committed when its file has its name. The file has the sequences in the order and the chunks in which they
 were trained, so that repeating the step gives the same parameters to the last bit, and which groups the step consumed,
-so that none of them is trained again. A step without gradient has one too. Files are safetensors: arrays over all
-sequences, one after the other, and the rest as JSON in the header.
+so that none of them is trained again. It also has what else freed the barrier before the step: the groups that were
+given up, and those that began anew. Without these an older snapshot would bring back samples that are too old by now.
+A step without gradient has an entry too. Files are safetensors: arrays over all sequences, one after the other, and the
+rest as JSON in the header.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from asyncrl.checkpoint.files import draft, drafted, remove, settle, sync
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 
-__all__ = ["Consumed", "Journal", "JournalEntry"]
+__all__ = ["Consumed", "Journal", "JournalEntry", "Renewed", "read_renewed"]
 
 _FORMAT = "1"
 _NUMBERS = ("advantage", "weight", "temperature")
 # Of a sequence; and its arrays.
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "mask": "|b1"}
 _TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL"}
-_HEAD = ("n", "version", "admitted", "dropped", "trained_members", "dropped_members", "loss", "divisor")
+_HEAD = (
+    *("n", "version", "admitted", "dropped", "trained_members", "dropped_members"),
+    *("failed_attempts", "rerolled", "loss", "divisor"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,19 @@ class Consumed:
     group: int
     members: tuple[int, ...]
     final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """An outstanding group that began anew, at that moment: nothing that it had sampled before is left."""
+
+    group: int
+    number: int
+    """How often it has begun anew, this time included."""
+    rerolls: int
+    """How often of these because a member failed."""
+    attempts: tuple[tuple[int, int], ...]
+    """Member and its attempts before this start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,9 +71,15 @@ class JournalEntry:
     consumed: tuple[Consumed, ...]
     dropped: tuple[tuple[int, str], ...] = ()
     """Groups that were given up since the step before, and their ``DropReason``."""
+    renewed: tuple[Renewed, ...] = ()
+    """The newest new start of each outstanding group that had one, however long ago."""
     trained_members: int = 0
     dropped_members: Mapping[str, int] = field(default_factory=dict)
     """``DropReason`` -> the other members of the batch."""
+    failed_attempts: int = 0
+    """Of members, since the run began."""
+    rerolled: int = 0
+    """Fresh starts of groups, since the run began."""
     loss: str = ""
     """Its name and options, for a reader: a resumed run has the same one."""
     divisor: float = 1.0
@@ -127,6 +151,7 @@ def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
     head = {
         **{name: getattr(entry, name) for name in _HEAD},
         "consumed": entry.consumed,
+        "renewed": entry.renewed,
         "settings": None if entry.settings is None else asdict(entry.settings),
         "chunks": [len(chunk) for chunk in entry.chunks],
     }
@@ -161,6 +186,7 @@ def _decode(path: Path, *, sequences: bool) -> JournalEntry:
     consumed = tuple(
         Consumed(group=one["group"], members=tuple(one["members"]), final=one["final"]) for one in head.pop("consumed")
     )
+    renewed = tuple(read_renewed(one) for one in head.pop("renewed", ()))
     settings = head.pop("settings")
     every = [] if arrays is None else list(_sequences(arrays))
     ends = np.cumsum([0, *sizes]).tolist()
@@ -168,9 +194,15 @@ def _decode(path: Path, *, sequences: bool) -> JournalEntry:
     return JournalEntry(
         **{**head, "dropped": tuple((group, reason) for group, reason in head["dropped"])},
         consumed=consumed,
+        renewed=renewed,
         settings=None if settings is None else OptimizerSettings(**settings),
         chunks=chunks,
     )
+
+
+def read_renewed(value: Mapping[str, Any]) -> Renewed:
+    """From its JSON."""
+    return Renewed(**{**value, "attempts": tuple((member, count) for member, count in value["attempts"])})
 
 
 def _sequences(arrays: dict[str, np.ndarray[Any, Any]]) -> Iterator[TrainingSequence]:

@@ -23,7 +23,7 @@ from asyncrl.checkpoint.files import draft, locked, settle, sweep
 from asyncrl.checkpoint.fingerprint import require_same
 from asyncrl.checkpoint.journal import Journal, JournalEntry
 from asyncrl.checkpoint.options import Checkpointing
-from asyncrl.checkpoint.recovery import Recovery, find_versions
+from asyncrl.checkpoint.recovery import Recovery, begin_late_anew, find_versions, renew_unsampled
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import RunState
 from asyncrl.checkpoint.weights import SavedWeights
@@ -89,8 +89,15 @@ class Checkpoints:
         version = await self._restore_learner(policy.learner, plan.loss)
         if self.steps_before is None:
             return version
+        renew_unsampled(self.state)
+        if plan.stale_policy == "wait":
+            for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
+                self.recovery.groups_begun_anew += 1
+                now = anyio.current_time()
+                events.emit(Notice(time=now, name="group_begun_anew", level="warning", keys=late))
         pins = plan.sampling_policy == "trajectory"
         await find_versions(self.state, policy.publisher, pins=pins, events=events)
+        renew_unsampled(self.state)  # of versions that nobody can load again
         keys: dict[str, object] = {
             "directory": str(self._directory),
             "step": self.state.n,

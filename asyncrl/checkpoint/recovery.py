@@ -1,4 +1,8 @@
-"""What becomes of unfinished trajectories when their run is resumed, as far as policy versions decide it.
+"""What becomes of unfinished groups and trajectories when their run is resumed, as far as versions decide it.
+
+The barrier must hold from the first commit on: what is restored can be trained in time. The journal sees to that, for
+it has whatever freed the barrier since the snapshot. Should a group be restored whose due step has passed all the same,
+or more groups than the steps up to it can train, then it begins anew, is counted and is said, and the run goes on.
 
 With ``sampling_policy="trajectory"`` a trajectory needs the version that it began with, which servers may be able to
 load again; where that cannot be had, the trajectory begins anew with the same seed. With ``segment`` it goes on under
@@ -12,13 +16,13 @@ from collections.abc import Iterator, Mapping
 
 import anyio
 
-from asyncrl.checkpoint.state import RunState
+from asyncrl.checkpoint.state import RunState, started_anew
 from asyncrl.events import Event, Events, MemberResumed
 from asyncrl.publishing.base import Publisher, VersionKeeper
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import Trajectory
 
-__all__ = ["Recovery", "find_versions"]
+__all__ = ["Recovery", "begin_late_anew", "find_versions", "renew_unsampled"]
 
 
 class Recovery:
@@ -26,6 +30,7 @@ class Recovery:
 
     def __init__(self) -> None:
         self.steps_replayed = 0
+        self.groups_begun_anew = 0
         self._recovered = 0
         self._dropped = 0
 
@@ -39,9 +44,41 @@ class Recovery:
         """Sums since this process began; the keys are always the same."""
         return {
             "recovery/steps_replayed": float(self.steps_replayed),
+            "recovery/groups_begun_anew": float(self.groups_begun_anew),
             "recovery/trajectories_recovered": float(self._recovered),
             "recovery/trajectories_dropped_on_resume": float(self._dropped),
         }
+
+
+def begin_late_anew(state: RunState, *, groups_per_step: int) -> list[dict[str, object]]:
+    """Let those groups begin anew that cannot all be trained in time; earlier due ones are kept.
+
+    The rule of ``staleness.feasible``: up to each due step d at most (d - version + 1) * ``groups_per_step`` groups.
+    Returns what there is to say of each.
+    """
+    kept = 0
+    late: list[dict[str, object]] = []
+    born = [(group.due, group) for group in state.groups.values() if group.due is not None]
+    for due, group in sorted(born, key=lambda pair: (pair[0], not pair[1].is_finished)):
+        if kept < (due - state.version + 1) * groups_per_step:
+            kept += 1
+            continue
+        tokens = sum(traj.generated_tokens for traj in group.members)
+        late.append({"group": group.index, "due": due, "version": state.version, "generated_tokens": tokens})
+        group.begin_anew(started_anew(group.index, group.renewed, group.progress or GroupProgress()))
+    return late
+
+
+def renew_unsampled(state: RunState) -> int:
+    """Groups that were born but have nothing left are not born any more; returns how many.
+
+    Their next first segment is a birth like any other. They keep the number of their attempts.
+    """
+    unsampled = [group for group in state.groups.values() if group.due is not None and not group.is_begun]
+    for group in unsampled:
+        group.renewed = started_anew(group.index, group.renewed, group.progress or GroupProgress())
+        group.due = None
+    return len(unsampled)
 
 
 async def find_versions(state: RunState, publisher: Publisher, *, pins: bool, events: Events) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from asyncrl.checkpoint.files import draft, drafted, remove, settle
+from asyncrl.checkpoint.journal import read_renewed
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.checkpoint.tokens import TokenReader, TokenStore
 from asyncrl.checkpoint.values import dumps, read_trajectory, trajectory_head
@@ -102,6 +103,8 @@ class Snapshots:
         ]
         if group.progress is not None:
             value["progress"] = self._progress(group.progress)
+        if group.renewed is not None:
+            value["renewed"] = group.renewed
         return dumps(value, f"group {group.index}")
 
     def _progress(self, progress: GroupProgress) -> Mapping[str, object]:
@@ -153,7 +156,7 @@ class _Reader:
 
     def group(self, value: Mapping[str, Any]) -> GroupState:
         row = self._row(value["index"])
-        progress = value.get("progress")
+        progress, renewed = value.get("progress"), value.get("renewed")
         return GroupState(
             index=value["index"],
             due=value["due"],
@@ -163,6 +166,7 @@ class _Reader:
                 for part in value["parts"]
             ],
             progress=None if progress is None else self._progress(progress, row),
+            renewed=None if renewed is None else read_renewed(renewed),
         )
 
     def _progress(self, value: Mapping[str, Any], row: Row) -> GroupProgress:

@@ -6,15 +6,23 @@ after it give the state at the last commit; ``RunState.apply`` is the rule.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from asyncrl.checkpoint.journal import JournalEntry
+from asyncrl.checkpoint.journal import JournalEntry, Renewed
 from asyncrl.errors import CheckpointError
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
-from asyncrl.types import Group
+from asyncrl.types import Group, Trajectory
 
-__all__ = ["GroupState", "RunState"]
+__all__ = ["GroupState", "RunState", "started_anew"]
+
+
+def started_anew(group: int, before: Renewed | None, progress: GroupProgress) -> Renewed:
+    """The new start of a group that is at ``progress``, and had begun anew ``before``, or not yet."""
+    number = 1 if before is None else before.number + 1
+    attempts = tuple(sorted(progress.attempts.items()))
+    return Renewed(group=group, number=number, rerolls=progress.rerolls, attempts=attempts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +38,8 @@ class GroupState:
     """Finished, and in no committed step."""
     progress: GroupProgress | None = None
     """Where the unfinished members are; None if all are finished, or none has begun."""
+    renewed: Renewed | None = None
+    """Its newest new start; None if it is in its first one."""
 
     @property
     def is_begun(self) -> bool:
@@ -40,6 +50,19 @@ class GroupState:
     def is_finished(self) -> bool:
         """True if no member has to go on."""
         return any(part.final for part in self.parts)
+
+    @property
+    def members(self) -> list[Trajectory]:
+        """Those that are here: finished, or under way."""
+        going = [] if self.progress is None else [*self.progress.ended, *self.progress.active.values()]
+        return [*(traj for part in self.parts for traj in part.members_G), *going]
+
+    def begin_anew(self, start: Renewed) -> None:
+        """Nothing of it is left but what committed steps have consumed, so that it is not born any more."""
+        self.due, self.parts, self.renewed = None, [], start
+        self.progress = GroupProgress(rerolls=start.rerolls, attempts=Counter(dict(start.attempts)))
+        if self.taken:
+            self.progress.lose(self.taken)
 
     def lose(self, members: set[int]) -> None:
         """A committed step has consumed these members."""
@@ -80,6 +103,8 @@ class RunState:
         for group in range(self.admitted, entry.admitted):
             self.groups[group] = GroupState(index=group)
         self.admitted = max(self.admitted, entry.admitted)
+        for start in entry.renewed:
+            self._renew(start)
         for consumed in entry.consumed:
             if consumed.final:
                 del self.groups[consumed.group]
@@ -93,3 +118,11 @@ class RunState:
                 self.dropped += 1
                 self.totals.dropped[reason] += 1
         self.totals.admitted = self.admitted
+        self.totals.failed_attempts = max(self.totals.failed_attempts, entry.failed_attempts)
+        self.totals.rerolled = max(self.totals.rerolled, entry.rerolled)
+
+    def _renew(self, start: Renewed) -> None:
+        """The group of ``start`` may be gone, or be in that start already, if the state was saved after it."""
+        group = self.groups.get(start.group)
+        if group is not None and (group.renewed is None or group.renewed.number < start.number):
+            group.begin_anew(start)

@@ -53,8 +53,11 @@ class StepBooks:
                 for group in self._capture.begun
             ),
             dropped=tuple(self._capture.dropped),
+            renewed=tuple(self._capture.renewed.values()),
             trained_members=sum(event.trained for event in consumed),
             dropped_members=sum((Counter(event.dropped) for event in consumed), Counter()),
+            failed_attempts=self._capture.ledger.totals.failed_attempts,
+            rerolled=self._capture.ledger.totals.rerolled,
             loss=repr(self._loss),
             divisor=divisor if settings is not None else 1.0,
             settings=settings,

@@ -59,9 +59,9 @@ class GroupProgress:
         return self.left.union(traj.member for traj in self.ended)
 
     def lose(self, members: set[int]) -> None:
-        """These members will not be seen again."""
+        """A part with these members has left, which it does when the deadline passes; they will not be seen again."""
         self.left |= members
-        self.parted = True
+        self.passed = self.parted = True
         self.ended = [traj for traj in self.ended if traj.member not in members]
         for member in members:
             self.active.pop(member, None)
