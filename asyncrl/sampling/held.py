@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 
@@ -32,12 +32,17 @@ class Interrupted(Exception):
 class HeldCall:
     """One call. ``interrupt`` ends it from elsewhere, and so does the cancellation of whoever makes it."""
 
-    __slots__ = ("_gate", "_interrupted", "_scope")
+    __slots__ = ("_call", "_ended", "_gate", "_interrupted", "_loop", "_result", "_scope", "_waits_for")
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._scope = anyio.CancelScope()
+        self._call: Coroutine[Any, Any, Any] | None = None
+        self._waits_for: asyncio.Future[Any] | None = None
         self._gate: asyncio.Future[None] | None = None
         self._interrupted = False
+        self._ended = False
+        self._result: Any = None
 
     def interrupt(self) -> None:
         """End the call: whoever waits for it gets ``Interrupted``."""
@@ -50,63 +55,121 @@ class HeldCall:
         ``begin_end`` must tell the other side, in another task, and then call ``told`` with whether that was taken.
         ``call`` then has a moment to end by itself. If nobody says anything, it is cut after some seconds.
         """
-        driven = _Driven(call, self)
+        self._call = call
         with self._scope:
             try:
-                return await driven
+                self._require_wanted()
+                self._go_on(None)
+                await self
+                return self._result  # type: ignore[no-any-return]
             except (Interrupted, asyncio.CancelledError):
                 # From here on only time counts, and nobody's cancellation.
                 self._scope.shield = True
                 try:
-                    if driven.began:
-                        await self._end(driven, begin_end)
+                    if not self._ended:
+                        await self._end(begin_end)
                 finally:
-                    await driven.close()
+                    await self._close()
                 raise
         raise AssertionError("nobody cancels this scope itself")
 
-    async def until(self, future: asyncio.Future[Any]) -> None:
-        """Wait for ``future`` without being its owner: a cancellation ends this wait, and leaves ``future`` alone."""
-        self._require_wanted()
-        self._gate = asyncio.get_running_loop().create_future()
-        future.add_done_callback(self._wake)
-        try:
-            await self._gate
-        finally:
-            future.remove_done_callback(self._wake)
-            self._gate = None
-        if not future.done():
-            self._require_wanted()
+    def __await__(self) -> Generator[Any, None, None]:
+        """Until the call has ended. A cancellation from outside ends this wait, and leaves the call as it is."""
+        while not self._ended:
+            future = self._waits_for
+            try:
+                if future is None:
+                    yield  # it gives way to others for one pass of the loop
+                else:
+                    self._require_wanted()
+                    self._gate = self._loop.create_future()
+                    # Not at once if it is done already: its own callbacks come first.
+                    future.add_done_callback(self._wake)
+                    yield from self._gate
+                    if not future.done():
+                        self._require_wanted()
+            except asyncio.CancelledError as error:
+                if self._is_outside():
+                    raise
+                # A deadline inside of the call, or somebody who cancels without a scope.
+                yield from self._cut(error)
+            else:
+                # Not if it was woken for what it no longer waits for.
+                if future is None or future.done():
+                    self._go_on(None)
+            finally:
+                self._gate = None
+                if future is not None and not future.done():
+                    future.remove_done_callback(self._wake)
 
-    @property
-    def to_end(self) -> bool:
-        """True if whoever makes the call is cancelled; what is cancelled inside of the call does not count.
-
-        anyio tells this only about the innermost scope, which may be one of the call's own.
-        """
-        cancelled: bool = self._scope._effectively_cancelled  # type: ignore[attr-defined]
-        return cancelled
-
-    async def _end(self, driven: _Driven[Any], begin_end: Callable[[Told], None]) -> None:
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(_LONGEST_S, self.interrupt)
+    async def _end(self, begin_end: Callable[[Told], None]) -> None:
+        timer = self._loop.call_later(_LONGEST_S, self.interrupt)
 
         def told(taken: bool) -> None:
             nonlocal timer
             timer.cancel()
-            timer = loop.call_later(_SETTLE_S if taken else 0.0, self.interrupt)
+            timer = self._loop.call_later(_SETTLE_S if taken else 0.0, self.interrupt)
 
         self._interrupted = False
         begin_end(told)
         try:
-            await driven
+            await self
         except Interrupted:
             pass
         except Exception:  # noqa: BLE001  whatever the outcome, nobody wants it any more
             pass
         finally:
             timer.cancel()
-            self._interrupted = False
+
+    async def _close(self) -> None:
+        """Cut the call, if it has not ended."""
+        self._interrupted = False
+        assert self._call is not None
+        if self._waits_for is None and not self._ended:
+            self._ended = True
+            self._call.close()
+        if self._ended:
+            return
+        try:
+            await _Awaited(self._cut(asyncio.CancelledError()))
+            await self
+        except asyncio.CancelledError:
+            pass  # the one above
+        except Exception:  # noqa: BLE001  whatever the outcome, nobody wants it any more
+            pass
+
+    def _cut(self, error: BaseException) -> Generator[Any, None, None]:
+        """Cancel what the call waits for, and let it see that."""
+        future = self._waits_for
+        if future is not None:
+            future.cancel(*error.args)
+            # As a task waits: after the callbacks that others have put on it.
+            future._asyncio_future_blocking = True
+            try:
+                yield future
+            except BaseException as own:  # noqa: BLE001  raised where it belongs, inside of the call
+                error = own
+        self._go_on(error)
+
+    def _go_on(self, error: BaseException | None) -> None:
+        """Let the call go on to its next wait, or to its end."""
+        assert self._call is not None
+        try:
+            self._waits_for = self._call.send(None) if error is None else self._call.throw(error)
+        except StopIteration as stop:
+            self._ended = True
+            self._result = stop.value
+        except BaseException:
+            self._ended = True
+            raise
+
+    def _is_outside(self) -> bool:
+        """True if whoever makes the call is cancelled; what is cancelled inside of the call does not count.
+
+        anyio tells this only about the innermost scope, which may be one of the call's own.
+        """
+        cancelled: bool = self._scope._effectively_cancelled  # type: ignore[attr-defined]
+        return cancelled
 
     def _require_wanted(self) -> None:
         if self._interrupted:
@@ -117,69 +180,11 @@ class HeldCall:
             self._gate.set_result(None)
 
 
-class _Driven(Generic[T]):
-    """Awaits a coroutine as ``await`` does, except that a cancellation stops the waiting and not the coroutine."""
+class _Awaited:
+    """A generator as something to await."""
 
-    __slots__ = ("_call", "_ended", "_held", "_result", "_waits_for", "began")
+    def __init__(self, generator: Generator[Any, None, None]) -> None:
+        self._generator = generator
 
-    def __init__(self, call: Coroutine[Any, Any, T], held: HeldCall) -> None:
-        self._call = call
-        self._held = held
-        self._waits_for: asyncio.Future[Any] | None = None
-        self.began = False
-        self._ended = False
-        self._result: Any = None
-
-    def __await__(self) -> Generator[Any, None, T]:
-        if not self.began:
-            self.began = True
-            self._go_on(None)
-        while not self._ended:
-            error: BaseException | None = None
-            future = self._waits_for
-            try:
-                if future is None:
-                    yield  # it gives way to others for one pass of the loop
-                elif not future.done():
-                    yield from self._held.until(future).__await__()
-            except asyncio.CancelledError as cancelled:
-                if self._held.to_end:
-                    raise
-                # A deadline inside of the call, or somebody who cancels without a scope.
-                if future is not None:
-                    future.cancel()
-                error = cancelled
-            self._go_on(error)
-        return self._result  # type: ignore[no-any-return]
-
-    async def close(self) -> None:
-        """Cut it, if it has not ended."""
-        if not self.began:
-            self._call.close()
-            self._ended = True
-        if self._ended:
-            return
-        if self._waits_for is not None:
-            self._waits_for.cancel()
-        try:
-            self._go_on(asyncio.CancelledError())
-            await self
-        except asyncio.CancelledError:
-            pass  # the one above
-        except Exception:  # noqa: BLE001  whatever the outcome, nobody wants it any more
-            pass
-
-    def _go_on(self, error: BaseException | None) -> None:
-        try:
-            future = self._call.send(None) if error is None else self._call.throw(error)
-        except StopIteration as stop:
-            self._ended = True
-            self._result = stop.value
-        except BaseException:
-            self._ended = True
-            raise
-        else:
-            self._waits_for = future
-            if future is not None:
-                # As a task does with what it waits for.
-                future._asyncio_future_blocking = False
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._generator

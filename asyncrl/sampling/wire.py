@@ -130,7 +130,7 @@ def _tokens(ids: Any, vocab_size: int | None) -> IntArray:
     try:
         tokens: IntArray = np.array(ids, dtype=np.int32)
         # Without its sign a negative id is larger than any other.
-        if not ids or int(tokens.view(np.uint32).max()) < top:
+        if not ids or int(np.maximum.reduce(tokens.view(np.uint32))) < top:
             return tokens
     except OverflowError:
         pass
@@ -138,12 +138,12 @@ def _tokens(ids: Any, vocab_size: int | None) -> IntArray:
     raise ProtocolError(f"the reply's ids have {shown(bad)}, which is outside of a vocabulary of {top} ids")
 
 
-def _logprobs(values: list[Any]) -> FloatArray:
+def _logprobs(values: Sequence[Any]) -> FloatArray:
     try:
         if _NUMBER.issuperset(map(type, values)):
             logprobs = np.array(values, dtype=np.float64)
             # Also false for what is no number.
-            if not values or (logprobs.min() >= _LOWEST and logprobs.max() <= _ROUNDING):
+            if not values or (np.minimum.reduce(logprobs) >= _LOWEST and np.maximum.reduce(logprobs) <= _ROUNDING):
                 return logprobs.astype(np.float32)
     except OverflowError:
         pass
