@@ -1,15 +1,24 @@
 """Async tests run on asyncio; those marked ``virtual_clock`` run on the virtual clock instead.
 
 Those marked ``sglang`` are run by ``pytest -m sglang`` only, after ``asyncrl install-sglang``.
+
+Every run draws the same: global generators are seeded before each test, Hypothesis derives its examples from the test,
+and ``test_draws.py`` keeps generators without a seed out. Whatever else is needed to run the tests is said here or in
+pyproject.toml, so that ``pytest`` alone is what CI runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import anyio.to_thread
+import hypothesis
+import numpy as np
 import pytest
 from blockbuster import blockbuster_ctx
 
@@ -22,6 +31,18 @@ from tests.tinymodels import reference, tiny_adapter, tiny_model
 __all__ = ["reference", "sglang_server", "tiny_adapter", "tiny_model"]
 
 _LEFT_OUT = pytest.StashKey[int]()
+
+# No deadline: an example that takes 0.1 s alone takes 1 s beside other work.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """torch here and in the processes that tests start uses one thread, unless OMP_NUM_THREADS says more.
+
+    The models are tiny, and two threads that spin on a shared core are slower than one that works.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(trylast=True)
@@ -59,6 +80,15 @@ def threads_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         return function(*args)
 
     monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
+
+
+@pytest.fixture(autouse=True)
+def draws_repeat() -> None:
+    """What draws from a global generator, here or in a library, draws the same in every run and order of tests."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  it is seeded for others
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.conformance.subject import LONG, Subject, outputs
+from tests.tinymodels import CLOSE
 
 PROMPT = [5, 9, 17, 33, 8, 40, 12]
-CLOSE = 1e-4
 
 
 async def _sampled_by(subject: Subject, name: str | None, adapter: int | None) -> int:

@@ -7,8 +7,8 @@ import orjson
 import pytest
 
 from tests.conformance.subject import Subject, outputs
+from tests.tinymodels import CLOSE
 
-CLOSE = 1e-4
 PROMPT = [5, 9, 17, 33, 8, 40, 12]
 
 

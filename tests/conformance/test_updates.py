@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tests.conformance.subject import LONG, Subject, outputs
+from tests.tinymodels import CLOSE
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 9, 17, 33, 8, 40, 12]
-CLOSE = 1e-4
 ABSENT = "/does/not/exist"
 
 

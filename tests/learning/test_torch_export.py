@@ -15,6 +15,7 @@ from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import FloatArray
 from tests.learning.tiny import (
+    CLOSE,
     LORA,
     full_logprobs,
     ids,
@@ -130,4 +131,4 @@ def _assert_same_predictions(model: TorchModel, other: Any) -> None:
         with torch.no_grad():
             expected = full_logprobs(other, sequence).numpy()
         found: FloatArray = model.logprobs(sequence.tokens, 1, sequence.temperature)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(found, expected, atol=CLOSE)

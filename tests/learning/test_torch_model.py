@@ -17,6 +17,8 @@ from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, PolicyGradi
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import FloatArray
 from tests.learning.tiny import (
+    CLOSE,
+    GRADIENTS_CLOSE,
     LORA,
     adam_settings,
     full_logprobs,
@@ -49,7 +51,7 @@ def test_logprobs_equal_those_of_all_logits(trained: TorchModel, model_path: Pat
         expected = full_logprobs(reference_model(model_path), sequence).numpy()
     found = trained.logprobs(tokens, 2, temperature)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected[1:], atol=1e-5)
+    np.testing.assert_allclose(found, expected[1:], atol=CLOSE)
 
 
 def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path: Path) -> None:
@@ -73,9 +75,9 @@ def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path
         tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
         logits = reference(input_ids=tokens[None]).logits.detach()[0, :-1][mask] / sequence.temperature
         sums["entropy"] += float(torch.distributions.Categorical(logits=logits).entropy().sum())
-    assert largest_difference(gradients_of(trained._causal), gradients_of(reference)) < 1e-4
+    assert largest_difference(gradients_of(trained._causal), gradients_of(reference)) < GRADIENTS_CLOSE
     assert result.tokens == sum(int(sequence.mask.sum()) for sequence in sequences)
-    assert {name: result.sums[name] for name in sums} == pytest.approx(sums, rel=1e-4)
+    assert {name: result.sums[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
 
 
 def test_nothing_to_train(trained: TorchModel) -> None:
@@ -105,7 +107,7 @@ def test_sequences_without_trained_tokens_change_nothing(trained: TorchModel) ->
     alone = gradients_of(trained._causal)
     trained.discard_gradients()
     trained.forward_backward([sequence, masked], CISPO())
-    assert largest_difference(gradients_of(trained._causal), alone) < 1e-5
+    assert largest_difference(gradients_of(trained._causal), alone) < GRADIENTS_CLOSE
 
 
 def test_the_step_is_adam_on_the_divided_and_clipped_gradient(model_path: Path) -> None:
@@ -123,9 +125,9 @@ def test_the_step_is_adam_on_the_divided_and_clipped_gradient(model_path: Path) 
     norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
     optimizer.step()
     reported = model.optimizer_step(settings, 7.0)
-    assert reported == {"grad_norm": pytest.approx(float(norm)), "lr": 0.01}
+    assert reported == {"grad_norm": pytest.approx(float(norm), rel=1e-5), "lr": 0.01}
     assert float(norm) > 0.5, "the clip must have something to do"
-    assert largest_difference(parameters_of(model), parameters_of(expected)) < 1e-6
+    assert largest_difference(parameters_of(model), parameters_of(expected)) < 1e-5
     assert gradients_of(model._causal) == {}
 
 
@@ -171,7 +173,7 @@ def test_the_proximal_policy_is_that_of_the_step_s_start(model_path: Path) -> No
     expected = plain.forward_backward(sequences, CISPO(eps_max=5.0))
     # At the step's start the inner ratio is 1, and what is left is CISPO with the cap of the behaviour weight.
     found = [model.forward_backward(chunk, DecoupledPPO()) for chunk in (sequences[4:], sequences[:4])]
-    assert largest_difference(gradients_of(model._causal), gradients_of(plain._causal)) < 1e-4
+    assert largest_difference(gradients_of(model._causal), gradients_of(plain._causal)) < GRADIENTS_CLOSE
     assert sum(result.tokens for result in found) == expected.tokens
     assert sum(result.sums["ratio"] for result in found) == pytest.approx(expected.sums["ratio"], rel=1e-4)
     model.optimizer_step(adam_settings(), 10.0)
@@ -192,7 +194,7 @@ def test_checkpointing_computes_twice_and_gives_the_same_gradient(model_path: Pa
         model.forward_backward(random_sequences(13), CISPO())
         assert len(calls) == runs
         gradients.append(gradients_of(model._causal))
-    assert largest_difference(*gradients) < 1e-5
+    assert largest_difference(*gradients) < GRADIENTS_CLOSE
 
 
 def test_small_updates_of_sixteen_bit_weights_add_up(model_path: Path, tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_sixteen_bit_gradients_are_summed(model_path: Path) -> None:
         for _ in range(passes):
             model.forward_backward(random_sequences(15), PolicyGradient())
         norms.append(model.optimizer_step(adam_settings(), float(passes))["grad_norm"])
-    assert norms[1] == pytest.approx(norms[0])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -17,6 +17,8 @@ from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import IntArray
 
 __all__ = [
+    "CLOSE",
+    "GRADIENTS_CLOSE",
     "LORA",
     "adam_settings",
     "full_logprobs",
@@ -31,6 +33,14 @@ __all__ = [
 ]
 
 LORA = LoraConfig(r=4, alpha=8)
+
+CLOSE = 1e-4
+"""How far right float32 log-probabilities of the tiny model may be apart: each is off by up to 4e-6 against float64,
+more or less on another processor or with other threads. What is wrong shows at 0.01 and more.
+"""
+
+GRADIENTS_CLOSE = 1e-3
+"""The same for the undivided gradients of ``random_sequences``, which reach 39: off by up to 4e-5 against float64."""
 
 
 def load(path: Path, **options: Any) -> TorchModel:

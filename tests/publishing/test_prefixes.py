@@ -5,6 +5,7 @@ Whole runs of the real engine, trainer, client and publisher on scripted servers
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,11 @@ def _play(
     directory: Path, seed: int, kv_cache: rl.KVCache, *, pause_mode: PauseMode, max_staleness: int
 ) -> tuple[list[ScriptedServer], list[tuple[SegmentRequest, Segment]]]:
     (directory / "config.json").write_text('{"vocab_size": 256}')
-    durations = [0.3, 1.0, 2.0, 7.0, 20.0]
+    draw = random.Random(seed)
     servers = [
         ScriptedServer(
             tokens=lambda call: [65] * 9 + [END],
-            seconds=lambda call: durations[(int(call.rid, 16) + seed) % len(durations)],
+            seconds=lambda call: draw.choice([0.3, 1.0, 2.0, 7.0, 20.0]),
         )
         for _ in URLS
     ]

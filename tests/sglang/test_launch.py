@@ -16,6 +16,7 @@ from asyncrl.events import Event, Events, Notice
 from asyncrl.policy import OpenPolicy
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.types import Segment
+from tests.tinymodels import CLOSE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -88,14 +89,14 @@ async def test_a_server_that_crashes_comes_back_with_the_current_adapter(
 
     events.subscribe(observe)
     async with policy.opened(events) as opened:
-        assert await _publish(opened, 0) < 1e-4
+        assert await _publish(opened, 0) < CLOSE
         assert len((await _sample(opened, 0, "before")).tokens)
         os.kill(_scheduler_of(sampler.urls[0]), signal.SIGKILL)
         # It waits for the server, and gets its answer from the one that was started again.
         segment = await _sample(opened, 0, "after")
         assert segment.server == sampler.urls[0]
         await returned.wait()
-        assert await _publish(opened, 1) < 1e-4
+        assert await _publish(opened, 1) < CLOSE
         assert len((await _sample(opened, 1, "later")).tokens)
     names = [notice.name for notice in notices]
     assert names.count("server_started") == 2

@@ -23,10 +23,10 @@ from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.types import IntArray, Segment
 from tests.realserver import RealServer
+from tests.tinymodels import CLOSE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-TOLERANCE = 1e-4
 BUCKET_BYTES = 20_000
 # The tiny model has some 80 kB, so that there are several buckets.
 PROMPT = np.arange(2, 42, dtype=np.int32)
@@ -86,7 +86,7 @@ def _request(
 async def _assert_agree(learner: Learner, segment: Segment, *, prompt: IntArray = PROMPT) -> None:
     tokens = np.concatenate([prompt, segment.tokens])
     expected = await learner.logprobs(tokens, start=len(prompt), temperature=1.0)
-    np.testing.assert_allclose(segment.logprobs, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(segment.logprobs, expected, atol=CLOSE)
 
 
 _FULL: dict[str, Callable[[Learner, Path], Carrier]] = {
@@ -104,11 +104,11 @@ async def _publish_full(
     async with _learning(server) as learner, _sampling(server) as sampler:
         (control,) = sampler.live
         way = carrier(learner, directory)
-        probe = Probe.for_model(server.model, tolerance=TOLERANCE)
+        probe = Probe.for_model(server.model, tolerance=CLOSE)
         publisher = FullPublisher(learner, sampler, way, pause_mode=pause_mode, probe=probe)
         for version in range(3):
             await publisher.stage(version)
-            assert await publisher.publish(version) <= TOLERANCE
+            assert await publisher.publish(version) <= CLOSE
             assert await control.weight_label() == str(version)
             with anyio.fail_after(60):  # a paused server would not answer
                 segment = await sampler.sample(_request(version))
@@ -142,12 +142,12 @@ async def test_adapters_arrive_and_stay_beside_each_other(sglang_server: RealSer
         (control,) = sampler.live
         before = await control.checksum()
         carrier: AdapterCarrier = DiskAdapters(learner, tmp_path) if way == "disk" else TensorAdapters(learner)
-        probe = Probe.for_model(sglang_server.model, tolerance=TOLERANCE)
+        probe = Probe.for_model(sglang_server.model, tolerance=CLOSE)
         publisher = LoraPublisher(learner, sampler, carrier, "run", probe=probe)
         publisher.hold(0)
         for version in range(4):
             await publisher.stage(version)
-            assert await publisher.publish(version) <= TOLERANCE
+            assert await publisher.publish(version) <= CLOSE
             adapter = publisher.address(version).adapter
             await _assert_agree(learner, await sampler.sample(_request(version, adapter=adapter)))
             if version < 3:
@@ -189,7 +189,7 @@ async def _cross(sampler: SGLang, publisher: FullPublisher, learner: Learner) ->
 async def test_requests_cross_an_update_and_their_tokens_say_so(
     sglang_server: RealServer, tmp_path: Path, pause_mode: PauseMode
 ) -> None:
-    """Tokens before the switch are the old version's to 1e-4, and none counts as newer than it is.
+    """Tokens before the switch are the old version's up to rounding, and none counts as newer than it is.
 
     What follows is of the new weights on context of the old ones, so of neither model alone.
     """
@@ -204,7 +204,7 @@ async def test_requests_cross_an_update_and_their_tokens_say_so(
             DiskCarrier(learner, tmp_path),
             pause_mode=pause_mode,
             kv_cache=rl.KVCache(max_staleness=1),
-            probe=Probe.for_model(sglang_server.model, tolerance=TOLERANCE),
+            probe=Probe.for_model(sglang_server.model, tolerance=CLOSE),
         )
         await publisher.stage(0)
         await publisher.publish(0)
@@ -217,9 +217,9 @@ async def test_requests_cross_an_update_and_their_tokens_say_so(
             tokens = np.concatenate([prompt, segment.tokens])
             differences = np.abs(segment.logprobs - await old.logprobs(tokens, start=len(prompt), temperature=1.0))
             # In place one token more counts as old than the server says is.
-            assert differences[: switch - (pause_mode == "in_place")].max(initial=0.0) <= TOLERANCE
+            assert differences[: switch - (pause_mode == "in_place")].max(initial=0.0) <= CLOSE
             late = max(late, float(differences[switch:].max(initial=0.0)))
-        assert late > 10 * TOLERANCE
+        assert late > 10 * CLOSE
 
 
 @pytest.mark.parametrize(("bound", "reused"), [(1, True), (0, False)])
@@ -234,7 +234,7 @@ async def test_a_prefix_is_reused_over_an_update_only_where_the_rule_allows_it(
             sampler,
             DiskCarrier(learner, tmp_path),
             kv_cache=rule,
-            probe=Probe.for_model(sglang_server.model, tolerance=TOLERANCE),
+            probe=Probe.for_model(sglang_server.model, tolerance=CLOSE),
         )
         await publisher.stage(0)
         await publisher.publish(0)

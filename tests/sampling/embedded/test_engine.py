@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tinymodels import CLOSE
+
 if TYPE_CHECKING:
     from asyncrl.sampling.embedded.engine import Engine
     from asyncrl.sampling.embedded.request import Request
@@ -107,7 +109,7 @@ def test_a_full_pool_retracts_the_youngest_and_nothing_is_lost(
     finish(engine, tight)
     assert [output(request) for request in tight] == [output(request) for request in roomy]
     for request, expected in zip(tight, roomy, strict=True):
-        assert request.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert request.logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
     assert tight[0].retractions == 0 < tight[4].retractions
     engine.cache.clear()
     assert engine.cache.free == 50

@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from asyncrl.errors import ConfigError
+from tests.tinymodels import CLOSE
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from asyncrl.sampling.embedded.request import LoadedAdapter, Request
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-TOLERANCE = 1e-5
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
@@ -70,7 +70,7 @@ def test_logprobs_are_those_of_transformers(
     finish(engine, requests)
     for request in requests:
         assert request.output_tokens == request.wire.max_new_tokens
-        assert largest_difference(request, reference(tiny_model(family), request.tokens)) < TOLERANCE
+        assert largest_difference(request, reference(tiny_model(family), request.tokens)) < CLOSE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,7 +93,7 @@ def test_adapters_are_applied_by_row(
     finish(engine, requests)
     for i, request in enumerate(requests):
         logits = reference(tiny_model(family), request.tokens, paths[i % 3])
-        assert largest_difference(request, logits) < TOLERANCE
+        assert largest_difference(request, logits) < CLOSE
 
 
 def test_a_batch_of_one_adapter_needs_no_rows(
@@ -110,7 +110,7 @@ def test_a_batch_of_one_adapter_needs_no_rows(
     requests = [make_request(prompt, adapter=adapter, max_new_tokens=8) for prompt in prompts(3)]
     finish(engine, requests)
     for request in requests:
-        assert largest_difference(request, reference(tiny_model(), request.tokens, path)) < TOLERANCE
+        assert largest_difference(request, reference(tiny_model(), request.tokens, path)) < CLOSE
 
 
 def test_reused_prefixes_do_not_change_logprobs(
@@ -128,7 +128,7 @@ def test_reused_prefixes_do_not_change_logprobs(
     for first, second in zip(firsts, seconds, strict=True):
         # The last sampled token was never fed to the model.
         assert second.cached_tokens == len(first.tokens) - 1
-        assert largest_difference(second, reference(tiny_model(), second.tokens)) < TOLERANCE
+        assert largest_difference(second, reference(tiny_model(), second.tokens)) < CLOSE
 
 
 @pytest.mark.parametrize("start", [0, 3, 19])
@@ -152,7 +152,7 @@ def test_prompt_logprobs_are_not_tempered(
     expected = torch.log_softmax(reference(tiny_model(), prompt), dim=-1)[start:-1]
     expected = expected.gather(-1, torch.tensor(prompt[start + 1 :])[:, None]).squeeze(-1)
     scores = torch.tensor([score for score, _ in request.prompt_logprobs[1:]])
-    assert torch.allclose(scores, expected, atol=TOLERANCE, rtol=0)
+    assert torch.allclose(scores, expected, atol=CLOSE, rtol=0)
 
 
 def test_a_prompt_can_be_scored_without_sampling(
@@ -180,7 +180,7 @@ def test_new_weights_are_used_from_the_next_step_on(
     request = make_request([4, 5, 6], max_new_tokens=5)
     finish(engine, [request])
     assert request.versions == [("1", 0)]
-    assert largest_difference(request, reference(tiny_model(seed=1), request.tokens)) < TOLERANCE
+    assert largest_difference(request, reference(tiny_model(seed=1), request.tokens)) < CLOSE
 
 
 def test_weights_of_another_model_are_refused(
