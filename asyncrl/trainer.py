@@ -138,6 +138,7 @@ class AsyncTrainer:
         last that was committed. ``steps`` counts from the run's beginning; it may be another number than before.
         """
         require_count("steps", steps, least=1)
+        self._plan.optimizer.check_schedule(steps)
         rows = list(rows)
         if not rows:
             raise ConfigError.for_value("rows", rows, "a sequence with at least one row")

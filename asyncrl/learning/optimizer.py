@@ -17,13 +17,16 @@ class LearningRateSchedule(Protocol):
     """A factor of the learning rate for batch ``n`` (from 0) of ``steps``; it counts batches without gradient too."""
 
     def __call__(self, n: int, steps: int) -> float:
-        """At least 0."""
+        """More than 0: a step that changes nothing would make a version of nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine:
-    """Linear warm-up over ``warmup`` steps, then half a cosine down to ``floor``."""
+    """Linear warm-up over ``warmup`` steps, then half a cosine down to ``floor``.
+
+    The floor is where the step after the last one would be, so that every step has a rate above 0, also with floor 0.
+    """
 
     warmup: int = 0
     floor: float = 0.0
@@ -37,7 +40,7 @@ class Cosine:
         """See ``LearningRateSchedule``."""
         if n < self.warmup:
             return (n + 1) / self.warmup
-        progress = min(1.0, (n - self.warmup) / max(1, steps - self.warmup - 1))
+        progress = max(0, min(n, steps - 1) - self.warmup) / max(1, steps - self.warmup)
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -74,11 +77,18 @@ class Adam:
         if self.grad_clip_norm is not None and not self.grad_clip_norm > 0:
             raise ConfigError.for_value("optimizer.grad_clip_norm", self.grad_clip_norm, "more than 0")
 
+    def check_schedule(self, steps: int) -> None:
+        """Raises ``ConfigError`` if some step of a run of ``steps`` has no usable rate, before the first is taken."""
+        if self.schedule is not None:
+            for n in range(steps):
+                self.settings(n, steps)
+
     def settings(self, n: int, steps: int) -> OptimizerSettings:
         """The numbers for batch ``n`` (from 0) of ``steps``."""
         factor = 1.0 if self.schedule is None else self.schedule(n, steps)
-        if not factor >= 0:
-            raise ConfigError.for_value(f"optimizer.schedule({n}, {steps})", factor, "at least 0")
+        if not 0 < self.lr * factor < math.inf:
+            allowed = "a finite number above 0, because a step without a learning rate trains nothing"
+            raise ConfigError.for_value(f"optimizer.schedule({n}, {steps})", factor, allowed)
         return OptimizerSettings(
             lr=self.lr * factor,
             beta1=self.beta1,

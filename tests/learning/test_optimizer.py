@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+import asyncrl as rl
 from asyncrl.errors import ConfigError
 from asyncrl.learning.base import OptimizerSettings
 from asyncrl.learning.optimizer import Adam, cosine
+from asyncrl.testing import ByteRenderer, scripted_policy
+from tests.faults.case import One
 
 
 def test_a_constant_rate_is_the_default() -> None:
@@ -19,10 +22,26 @@ def test_a_constant_rate_is_the_default() -> None:
 
 
 def test_cosine_falls_from_one_to_the_floor() -> None:
-    """Half a cosine over the steps: 1 first, the middle halfway, the floor last and after the end."""
+    """Half a cosine over the steps: 1 first, the middle halfway, the floor where one more step would be."""
     schedule = cosine(floor=0.2)
-    assert [schedule(n, 5) for n in (0, 2, 4, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
-    assert schedule(1, 5) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert [schedule(n, 4) for n in (0, 2)] == pytest.approx([1.0, 0.6])
+    assert [schedule(n, 4) for n in (3, 9)] == pytest.approx([0.2 + 0.8 * (1 + math.cos(math.pi * 3 / 4)) / 2] * 2)
+    assert cosine()(99_999, 100_000) < 1e-9
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 7, 1000])
+@pytest.mark.parametrize("steps", [1, 2, 3, 8, 9, 500])
+def test_every_step_has_a_learning_rate(steps: int, warmup: int, floor: float) -> None:
+    """Above 0 and at most the full one, rising and then falling, also for steps that a longer run took before."""
+    adam = Adam(lr=0.5, schedule=cosine(warmup=warmup, floor=floor))
+    adam.check_schedule(steps)
+    rates = [adam.settings(n, steps).lr for n in range(steps + 3)]
+    assert all(0 < rate <= 0.5 for rate in rates)
+    top = min(warmup, len(rates))
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert all(rate >= 0.5 * floor for rate in rates[top:])
 
 
 def test_warm_up_is_linear_and_its_first_step_is_not_zero() -> None:
@@ -36,13 +55,27 @@ def test_a_run_that_is_no_longer_than_its_warm_up() -> None:
     assert [cosine(warmup=2)(n, 2) for n in range(3)] == [0.5, 1.0, 1.0]
 
 
-def test_the_schedule_scales_the_rate_and_may_stop_it() -> None:
-    """A factor of 0 is allowed, anything below is not."""
+def test_the_schedule_scales_the_rate() -> None:
+    """By a factor."""
     assert Adam(lr=0.5, schedule=lambda n, steps: n / steps).settings(2, 4).lr == 0.25
-    assert Adam(lr=0.5, schedule=lambda n, steps: 0.0).settings(2, 4).lr == 0.0
-    for wrong in (-0.1, math.nan):
-        with pytest.raises(ConfigError, match=r"optimizer\.schedule\(2, 4\)"):
-            Adam(lr=0.5, schedule=lambda n, steps, wrong=wrong: wrong).settings(2, 4)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 0.0, math.nan, math.inf, 1e-324])
+def test_a_step_without_a_rate_is_refused_before_the_first(wrong: float) -> None:
+    """Whichever step it is: it would publish a version that is equal to the one before."""
+    for bad in (0, 2, 3):
+        adam = Adam(lr=0.5, schedule=lambda n, steps, bad=bad: wrong if n == bad else 1.0)
+        with pytest.raises(ConfigError, match=rf"optimizer\.schedule\({bad}, 4\) is"):
+            adam.check_schedule(4)
+
+
+def test_a_run_with_such_a_step_does_not_begin() -> None:
+    """The error comes from ``run`` itself, when nothing has been sampled."""
+    engine = rl.RolloutEngine(scripted_policy(), env=One, renderer=ByteRenderer())
+    falling = Adam(lr=0.1, schedule=lambda n, steps: 1 - n / (steps - 1))
+    trainer = rl.AsyncTrainer(engine=engine, optimizer=falling, groups_per_step=1, group_size=2, max_staleness=0)
+    with pytest.raises(ConfigError, match=r"optimizer\.schedule\(3, 4\) is 0\.0"):
+        trainer.run([1], steps=4)
 
 
 @pytest.mark.parametrize(

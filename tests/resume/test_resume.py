@@ -261,7 +261,7 @@ def test_a_schedule_that_is_stretched_says_so(tmp_path: Path) -> None:
     [notice] = [notice for notice in longer.of(Notice) if notice.name == "schedule_stretched"]
     assert (notice.keys["steps_before"], notice.keys["steps"]) == (4, 8)
     assert notice.keys["lr"] == longer.steps[0].metrics["optimizer/lr"]
-    assert notice.keys["lr_before"] == pytest.approx(0.25)
+    assert notice.keys["lr_before"] == pytest.approx(0.5)
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
