@@ -39,6 +39,7 @@ _SUPERVISOR = Path(__file__).with_name("supervise.py")
 _FIRST_LOOK_S = 0.1
 _LONGEST_LOOK_S = 1.0
 # SGLang tells nobody that it is ready, so it is asked; each time a little later.
+_LONGEST_ANSWER_S = 10.0
 _RESTARTS = 5
 _STABLE_S = 120.0
 _FIRST_BACK_OFF_S = 1.0
@@ -242,10 +243,12 @@ async def _require_version(options: SGLangOptions) -> None:
 
 
 async def _is_ready(answer: Awaitable[httpx.Response]) -> bool:
-    try:
-        return (await answer).status_code == 200
-    except TRANSPORT_ERRORS:
-        return False
+    with anyio.move_on_after(_LONGEST_ANSWER_S):
+        try:
+            return (await answer).status_code == 200
+        except TRANSPORT_ERRORS:
+            return False
+    return False
 
 
 def server_url(options: SGLangOptions) -> str:

@@ -40,6 +40,7 @@ KNOWN_VERSIONS = ("0.5.23", "embedded-0.1", "scripted")
 """What servers that are known to work say about their version: SGLang's, our own, and the fake for tests."""
 
 _LOOK_S = 10.0
+_LONGEST_LOOK_S = 30.0
 # Neither a file on a network file system nor a name server can wake us, so they are looked at again this often.
 
 
@@ -167,7 +168,12 @@ class _LookedAt:
     async def _look(self) -> tuple[str, ...]:
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(1)
-        return await anyio.to_thread.run_sync(self.look, limiter=self._limiter, abandon_on_cancel=True)
+        # A look that hangs keeps its thread, so that the next ones wait for it and fail in the same way.
+        try:
+            with anyio.fail_after(_LONGEST_LOOK_S):
+                return await anyio.to_thread.run_sync(self.look, limiter=self._limiter, abandon_on_cancel=True)
+        except TimeoutError as error:
+            raise OSError(f"{self} was not read within {_LONGEST_LOOK_S:g} s") from error
 
 
 class FileSource(_LookedAt):
@@ -185,7 +191,11 @@ class FileSource(_LookedAt):
 
     def look(self) -> tuple[str, ...]:
         """The URLs in the file."""
-        lines = (line.partition("#")[0].strip() for line in self.path.read_text(encoding="utf-8").splitlines())
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path} is no text in UTF-8: {error}") from error
+        lines = (line.partition("#")[0].strip() for line in text.splitlines())
         return check_urls([line for line in lines if line], key=str(self.path))
 
 
@@ -198,7 +208,8 @@ class DnsSource(_LookedAt):
     def __init__(self, url: str, *, every_s: float = _LOOK_S) -> None:
         super().__init__(every_s)
         parts = urlsplit(url)
-        if parts.scheme not in ("dns+http", "dns+https") or not parts.hostname or not parts.port or parts.path:
+        right = parts.scheme in ("dns+http", "dns+https") and _is_server(url.removeprefix("dns+"))
+        if not right or not parts.hostname or not parts.port or parts.path:
             raise ConfigError.for_value("sampler.urls", url, "dns+http://name:port or dns+https://name:port")
         self._scheme = parts.scheme.removeprefix("dns+")
         self._name, self._port = parts.hostname, parts.port
@@ -208,7 +219,10 @@ class DnsSource(_LookedAt):
 
     def look(self) -> tuple[str, ...]:
         """A URL for each address of the name, in a fixed order."""
-        found = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        try:
+            found = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:  # a label that is empty or too long
+            raise ConfigError(f"{self} is no name that can be looked up: {error}") from error
         hosts = sorted(
             {f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0]) for family, *_, address in found}
         )
@@ -229,9 +243,22 @@ def check_urls(urls: Sequence[str], *, key: str = "sampler.urls") -> tuple[str, 
     if isinstance(urls, str) or not urls:
         raise ConfigError.for_value(key, urls, "a list of one or more server URLs")
     for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError.for_value(key, url, "a URL that begins with http:// or https://")
+        if not _is_server(url):
+            raise ConfigError.for_value(key, url, "a URL of a server, such as http://host:30000 or https://host")
     clean = tuple(url.rstrip("/") for url in urls)
     if len(set(clean)) != len(clean):
         raise ConfigError.for_value(key, list(urls), "URLs that are all different")
     return clean
+
+
+def _is_server(url: object) -> bool:
+    if not isinstance(url, str) or any(character.isspace() or not character.isprintable() for character in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        known_port = parts.port is None or parts.port > 0
+    except ValueError:  # the port, or an address in brackets
+        return False
+    return (
+        parts.scheme in ("http", "https") and bool(parts.hostname) and known_port and not parts.query + parts.fragment
+    )

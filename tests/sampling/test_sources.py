@@ -101,3 +101,87 @@ def test_what_is_meant_by_urls() -> None:
     assert source_of(fixed) is fixed
     with pytest.raises(ConfigError, match="every_s"):
         FileSource("servers.txt", every_s=0)
+
+
+_NO_SERVERS: list[Any] = [
+    "",
+    "a:1",
+    "ftp://a",
+    "http://",
+    "http:///x",
+    "http://a b",
+    "http://a\n",
+    "http://a:x",
+    "http://a:99999",
+    "http://a:0",
+    "http://[::1",
+    "http://\x00",
+    "http://a?x=1",
+    "http://a#f",
+    7,
+    None,
+    b"http://a",
+    ["http://a"],
+]
+
+
+@pytest.mark.parametrize("url", _NO_SERVERS)
+def test_what_is_no_url_of_a_server_is_refused_by_name(url: Any) -> None:
+    """Whatever somebody wrote into a list, before anything is sent there."""
+    with pytest.raises(ConfigError, match=r"sampler\.urls is .*, but must be a URL of a server"):
+        FixedSource(["http://a", url])
+
+
+@pytest.mark.parametrize("url", ["http://a", "https://a.b:443/", "http://[fd00::1]:30000", "http://10.0.0.1:1/base"])
+def test_urls_of_servers_are_taken(url: str) -> None:
+    """With and without a port, of every kind of address."""
+    assert FixedSource([url]).urls == (url.rstrip("/"),)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"http://a\xff:1", b"", b"\x00", b"http://a http://b", b"ftp://a"]
+)
+async def test_whatever_a_file_becomes_the_servers_stay(tmp_path: Path, content: bytes) -> None:
+    """Half a write, another encoding or a typing mistake is a failed look, and never the end of a run."""
+    file = tmp_path / "servers.txt"
+    file.write_text("http://a:1")
+    source = FileSource(file, every_s=0.001)
+    seen: list[Sequence[str] | Exception] = []
+
+    async def changed(found: Sequence[str] | Exception) -> None:
+        seen.append(found)
+        tasks.cancel_scope.cancel()
+
+    async with source.opened():
+        file.write_bytes(content)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(source.watch, changed)
+    assert isinstance(seen[0], ConfigError)
+    assert str(file) in str(seen[0])
+
+
+@pytest.mark.virtual_clock
+async def test_a_look_that_hangs_is_a_failed_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system whose server is gone: told each time, and nothing waits for it."""
+
+    async def hang(*args: Any, **options: Any) -> Any:
+        await anyio.sleep_forever()
+
+    file = tmp_path / "servers.txt"
+    file.write_text("http://a:1")
+    source = FileSource(file)
+    seen: list[Sequence[str] | Exception] = []
+
+    async def changed(found: Sequence[str] | Exception) -> None:
+        seen.append(found)
+        if len(seen) == 2:
+            tasks.cancel_scope.cancel()
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", hang)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(source.watch, changed)
+    assert all(isinstance(found, OSError) for found in seen)
+    assert anyio.current_time() == 2 * (10 + 30)
+    with pytest.raises(ConfigError, match="was not read within 30 s"):
+        async with source.opened():
+            pass
