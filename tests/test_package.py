@@ -32,6 +32,8 @@ LAYERS = {
     "asyncrl.sampling.base": 1,
     "asyncrl.learning.base": 1,
     "asyncrl.publishing.base": 1,
+    "asyncrl.checkpoint.files": 1,
+    "asyncrl.checkpoint.seals": 1,
     "asyncrl.iteration": 2,
     "asyncrl.machine": 2,
     "asyncrl.rollout": 2,

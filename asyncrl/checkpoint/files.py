@@ -1,8 +1,8 @@
-"""Files that are whole or not there, and the lock of a run directory. Blocking: call these from a worker thread.
+"""Files that are whole or not there, their names, and the lock of a run directory. Blocking: call from a worker thread.
 
 A file is written under a temporary name, flushed to the disk, and given its name in one step; then the folder itself is
 flushed, without which the name could be lost with the power. Temporary names begin with a dot; what a killed process
-left under one is removed when the directory is opened.
+left under one is removed when the directory is opened. Names that asyncrl does not give are left alone.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 
-__all__ = ["draft", "drafted", "locked", "remove", "settle", "sweep", "sync"]
+__all__ = ["draft", "drafted", "locked", "numbered", "reading", "remove", "settle", "sweep", "sync"]
 
 _LOCK = ".lock"
+_LONGEST_NUMBER = 19
 
 
 def drafted(path: Path) -> Path:
@@ -29,12 +30,45 @@ def drafted(path: Path) -> Path:
 def draft(path: Path, pieces: Iterable[bytes | memoryview]) -> Path:
     """Write a file under the temporary name of ``path`` and flush it; ``settle`` gives it its name."""
     temporary = drafted(path)
-    with temporary.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # A full disk does not say by itself which file it was.
+        raise OSError(error.errno, error.strerror, str(temporary)) from error
     return temporary
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """The block reads ``path``: what the system says against that becomes a ``CheckpointError`` that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing; put back a copy of it, or begin the run anew in another folder"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be used: {error.strerror or error}") from error
+
+
+def numbered(folder: Path, before: str = "", after: str = "") -> list[int]:
+    """The numbers of what is in ``folder`` under names such as ``000012.jsonl`` (``after`` is ``.jsonl``), in order.
+
+    Copies, backups of editors and other files that somebody has put there have none.
+    """
+    with reading(folder):
+        names = [path.name for path in folder.iterdir()]
+    found = []
+    for name in names:
+        digits = name.removeprefix(before).removesuffix(after)
+        if digits.isascii() and digits.isdigit() and len(digits) < _LONGEST_NUMBER:
+            # One number has one name: ``1.jsonl`` is not what asyncrl writes.
+            found += [int(digits)] if name == f"{before}{int(digits):06d}{after}" else []
+    return sorted(found)
 
 
 def settle(temporary: Path, path: Path) -> None:
@@ -71,7 +105,8 @@ def sweep(folder: Path) -> None:
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the run directory for this process; the system lets go of it however the process ends."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with reading(directory / _LOCK):
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@ were trained, so that repeating the step gives the same parameters to the last b
 so that none of them is trained again. It also has what else freed the barrier before the step: the groups that were
 given up, and those that began anew. Without these an older snapshot would bring back samples that are too old by now.
 A step without gradient has an entry too. Files are safetensors: arrays over all sequences, one after the other, and the
-rest as JSON in the header.
+rest as JSON in the header; the last array is the checksum (``seals.py``).
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from typing import Any
 
 import numpy as np
 import orjson
-from safetensors import SafetensorError, safe_open
+import safetensors.numpy
 
-from asyncrl.checkpoint.files import draft, drafted, remove, settle, sync
+from asyncrl.checkpoint.files import draft, drafted, numbered, settle, sync
+from asyncrl.checkpoint.seals import DIGITS, damaged, sealed, unsealed
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 
 __all__ = ["Consumed", "Journal", "JournalEntry", "Renewed", "read_renewed"]
 
-_FORMAT = "1"
+_FORMAT = "2"
 _NUMBERS = ("advantage", "weight", "temperature")
 # Of a sequence; and its arrays.
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "mask": "|b1"}
-_TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL"}
+_TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL", "|u1": "U8"}
+_SUFFIX = ".safetensors"
 _HEAD = (
     *("n", "version", "admitted", "dropped", "trained_members", "dropped_members"),
     *("failed_attempts", "rerolled", "loss", "divisor"),
@@ -103,40 +105,46 @@ class Journal:
 
     def draft(self, entry: JournalEntry) -> None:
         """Write the entry and flush it, under a name that does not count yet."""
-        draft(self._path(entry.n), _encode(entry))
+        draft(self.path(entry.n), sealed(_encode(entry)))
 
     def commit(self, n: int) -> None:
         """The drafted step has happened."""
-        path = self._path(n)
+        path = self.path(n)
         settle(drafted(path), path)
 
     def refuse(self, n: int) -> Path:
         """The drafted step cannot happen: keep its batch for inspection, and say where."""
         self._refused.mkdir(exist_ok=True)
-        path = self._refused / self._path(n).name
-        settle(drafted(self._path(n)), path)
+        path = self._refused / self.path(n).name
+        settle(drafted(self.path(n)), path)
         return path
 
     def steps(self) -> list[int]:
         """The steps that are there, in order."""
-        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.safetensors"))
+        return numbered(self._folder, after=_SUFFIX)
 
     def read(self, n: int, *, sequences: bool = True) -> JournalEntry:
         """The entry of step ``n``; without ``sequences`` only what it says of groups and versions."""
+        path = self.path(n)
+        data = unsealed(path)
         try:
-            return _decode(self._path(n), sequences=sequences)
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{self._path(n)} cannot be read: {error}") from error
+            entry = _decode(data, sequences=sequences)
+        except (KeyError, ValueError, TypeError) as error:
+            raise damaged(path, f"{type(error).__name__}: {error}") from error
+        if entry.n != n:
+            raise CheckpointError(f"{path} is the entry of step {entry.n}: put back that of step {n}")
+        return entry
 
     def forget(self, n: int) -> None:
         """Remove the steps up to ``n``."""
         for step in self.steps():
             if step <= n:
-                remove(self._path(step))
+                self.path(step).unlink()
         sync(self._folder)
 
-    def _path(self, n: int) -> Path:
-        return self._folder / f"{n:06d}.safetensors"
+    def path(self, n: int) -> Path:
+        """The file of step ``n``."""
+        return self._folder / f"{n:06d}{_SUFFIX}"
 
 
 def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
@@ -148,6 +156,7 @@ def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
         numbers[name] = np.array([getattr(sequence, name) for sequence in sequences], dtype="<f8")
     shapes = [(name, array.dtype, len(sequences)) for name, array in numbers.items()]
     shapes += [(name, np.dtype(kind), tokens) for name, kind in _ARRAYS.items()]
+    shapes.append(("crc32", np.dtype("|u1"), DIGITS))
     head = {
         **{name: getattr(entry, name) for name in _HEAD},
         "consumed": entry.consumed,
@@ -175,13 +184,13 @@ def _header(shapes: Sequence[tuple[str, np.dtype[Any], int]], metadata: Mapping[
     return len(text).to_bytes(8, "little") + text
 
 
-def _decode(path: Path, *, sequences: bool) -> JournalEntry:
-    with safe_open(path, framework="np") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != _FORMAT:
-            raise ValueError(f"its format is {metadata.get('format')!r} and not {_FORMAT!r}")
-        head = orjson.loads(metadata["entry"])
-        arrays = {name: file.get_tensor(name) for name in file.keys()} if sequences else None  # noqa: SIM118  no mapping
+def _decode(data: bytes, *, sequences: bool) -> JournalEntry:
+    length = int.from_bytes(data[:8], "little")
+    metadata = orjson.loads(data[8 : 8 + length])["__metadata__"]
+    if metadata["format"] != _FORMAT:
+        raise ValueError(f"its format is {metadata['format']!r} and not {_FORMAT!r}")
+    head = orjson.loads(metadata["entry"])
+    arrays = safetensors.numpy.load(data) if sequences else None
     sizes = head.pop("chunks")
     consumed = tuple(
         Consumed(group=one["group"], members=tuple(one["members"]), final=one["final"]) for one in head.pop("consumed")

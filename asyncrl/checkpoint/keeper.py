@@ -11,23 +11,22 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-import orjson
 
-from asyncrl.checkpoint.files import draft, locked, settle, sweep
-from asyncrl.checkpoint.fingerprint import require_same
+from asyncrl.checkpoint.files import locked, reading, sweep
 from asyncrl.checkpoint.journal import Journal, JournalEntry
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.checkpoint.recovery import Recovery, begin_late_anew, find_versions, renew_unsampled
+from asyncrl.checkpoint.runfile import RunFile
+from asyncrl.checkpoint.seals import read_json, write_json
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import RunState
 from asyncrl.checkpoint.weights import SavedWeights
-from asyncrl.errors import CheckpointError, LearnerError
+from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.events import Events, MemberResumed, Notice
 from asyncrl.learning.base import Learner
 from asyncrl.learning.losses import Loss
@@ -38,7 +37,6 @@ from asyncrl.types import Row
 __all__ = ["Checkpoints"]
 
 _FOLDERS = ("state", "weights", "journal")
-_RUN_FILE = "run.json"
 _EVALUATED = "evaluated.json"
 _GRACE_S = 30.0
 # The longest that a save at the end of a run may take. What it would have saved is then as old as the save before it.
@@ -53,10 +51,9 @@ class Checkpoints:
         self.recovery = Recovery()
         self.evaluated = -1
         """The newest step after which the policy was measured; -1 if it never was."""
-        self.steps_before: int | None = None
-        """Of which length the run was to be so far; None if it is new."""
         self._options = options
         self._directory = options.directory
+        self._file = RunFile(self._directory)
         self._journal = Journal(self._directory / "journal", self._directory / "refused")
         self._step_thread = anyio.CapacityLimiter(1)
         self._thread = anyio.CapacityLimiter(1)
@@ -64,6 +61,11 @@ class Checkpoints:
         self._exit = AsyncExitStack()
         self._saved = (0, 0)
         # Step and version of the newest saved weights.
+
+    @property
+    def steps_before(self) -> int | None:
+        """Of which length the run was to be so far; None if it is new."""
+        return self._file.steps_before
 
     @asynccontextmanager
     async def opened(
@@ -76,7 +78,7 @@ class Checkpoints:
         """
         async with self._exit as stack:
             lock = locked(self._directory)
-            await self._off_loop(partial(self._directory.mkdir, parents=True, exist_ok=True))
+            await self._off_loop(self._make)
             await self._off_loop(lock.__enter__)
             stack.callback(lock.__exit__, None, None, None)
             await self._off_loop(lambda: self._read(plan(), row, steps))
@@ -87,6 +89,9 @@ class Checkpoints:
         """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
         self._exit.callback(events.subscribe(self.recovery.observe, kinds=(MemberResumed,)))
         version = await self._restore_learner(policy.learner, plan.loss)
+        for name, error in self._passed_over():
+            keys = {"reason": str(error)}
+            events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys=keys))
         if self.steps_before is None:
             return version
         renew_unsampled(self.state)
@@ -98,14 +103,14 @@ class Checkpoints:
         pins = plan.sampling_policy == "trajectory"
         await find_versions(self.state, policy.publisher, pins=pins, events=events)
         renew_unsampled(self.state)  # of versions that nobody can load again
-        keys: dict[str, object] = {
+        resumed: dict[str, object] = {
             "directory": str(self._directory),
             "step": self.state.n,
             "version": version,
             "groups": len(self.state.groups),
             "replayed": self.recovery.steps_replayed,
         }
-        events.emit(Notice(time=anyio.current_time(), name="resumed", keys=keys))
+        events.emit(Notice(time=anyio.current_time(), name="resumed", keys=resumed))
         if plan.optimizer.schedule is not None and steps != self.steps_before and self.state.n < steps:
             before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self.steps_before, steps))
             changed = {"steps": steps, "steps_before": self.steps_before, "lr": now, "lr_before": before}
@@ -115,23 +120,37 @@ class Checkpoints:
 
     async def _restore_learner(self, learner: Learner, loss: Loss) -> int:
         """Bring a learner that has just been opened to the committed parameters; returns their version."""
-        newest = await self._off_loop(self._weights.newest)
+        newest = await self._off_loop(lambda: self._weights.newest(self.state.n, self._journal.steps()))
         if newest is not None:
             n, version, folder = newest
+            if n > self.state.n:
+                raise CheckpointError(
+                    f"{folder} is of step {n}, but state and journal beside it end with step {self.state.n}; put back "
+                    "a copy of what is missing, or use another folder"
+                )
             await learner.load_state(folder)
             self._saved = (n, version)
-        elif self.state.n == 0 and learner.lora_rank is not None:
+        elif learner.lora_rank is not None:
             # A fresh adapter is random, and who knows whether another release draws the same. The model is on disk.
+            if self.state.n > 0:
+                raise CheckpointError(
+                    f"{self._directory / 'weights'} is empty: the adapter of step 0 is missing; put back a copy of it, "
+                    "or begin the run anew in another folder"
+                )
             await self._weights.save(learner, n=0, version=0)
         n, version = self._saved
         for step in range(n + 1, self.state.n + 1):
             entry = await self._off_loop(partial(self._journal.read, step))
             if entry.version != version:
-                raise CheckpointError(f"step {step} of the journal is at version {entry.version}, and not {version}")
+                path = self._journal.path(step)
+                raise CheckpointError(f"{path} is a step of version {entry.version}, but the one before made {version}")
             await self._replay(entry, learner, loss)
             version = entry.version_after
         if version != self.state.version:
-            raise CheckpointError(f"the parameters are of version {version}, but the state is of {self.state.version}")
+            raise CheckpointError(
+                f"the parameters in {self._directory} are of version {version}, but its state is of "
+                f"{self.state.version}; put back a copy of what is missing, or use another folder"
+            )
         return int(version)
 
     async def _replay(self, entry: JournalEntry, learner: Learner, loss: Loss) -> None:
@@ -161,7 +180,7 @@ class Checkpoints:
                 path = await self._in_step_thread(partial(self._journal.refuse, entry.n))
                 failure.add_note(f"its batch is in {path}")
                 raise failure
-            await self._in_step_thread(partial(self._journal.commit, entry.n))
+            await self._in_step_thread(partial(self._commit, entry.n))
 
     async def save_weights(self, learner: Learner, *, n: int, version: int, at_once: bool = False) -> None:
         """Save the parameters, which are those after step ``n``, if that is due or wanted ``at_once``."""
@@ -184,42 +203,68 @@ class Checkpoints:
                 await self._off_loop(partial(self._save, capture()), abandon=True)
                 return
         except OSError as error:
-            reason = repr(error)
+            reason = str(error)
         keys = {"directory": str(self._directory), "reason": reason}
         events.emit(Notice(time=anyio.current_time(), name="state_not_saved", level="error", keys=keys))
 
     async def note_evaluated(self, n: int) -> None:
         """The policy after step ``n`` was measured, and need not be again."""
         self.evaluated = n
-        await self._off_loop(lambda: _write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+        await self._off_loop(lambda: write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+
+    def _make(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            found = str(self._directory)
+            raise ConfigError.for_value(
+                "checkpointing.run_dir", found, f"a folder that can be made: {error}"
+            ) from error
 
     def _read(self, plan: Mapping[str, Any], row: Callable[[int], Row], steps: int) -> None:
         folders = [self._directory / name for name in _FOLDERS]
         for folder in folders:
-            folder.mkdir(exist_ok=True)
-            sweep(folder)
+            with reading(folder):
+                folder.mkdir(exist_ok=True)
+                sweep(folder)
         self._snapshots = Snapshots(folders[0])
         entries = self._journal.steps()
         state = self._snapshots.read(row)
-        newest = self._weights.newest()
-        exists = state is not None or bool(entries) or (newest is not None and newest[0] > 0)
-        self._check_plan(plan, steps, exists=exists)
+        weights = self._weights.versions()
+        exists = state is not None or bool(entries) or any(weights)
+        if not self._file.check(plan, exists=exists):
+            # An adapter that nothing was done with, of another run or of nobody knows which.
+            self._weights.clear()
         self.state = state or RunState()
         for n in entries:
             if n > self.state.n:
-                self.state.apply(self._journal.read(n, sequences=False))
+                self._apply(n)
+        self._file.require_told(self.state.n)
         path = folders[0] / _EVALUATED
         if path.exists():
-            self.evaluated = orjson.loads(path.read_bytes())["n"]
+            self.evaluated = read_json(path)["n"]
+        self._file.write(plan, steps)
 
-    def _check_plan(self, plan: Mapping[str, Any], steps: int, *, exists: bool) -> None:
-        """Compare with the run's file, and note the length of the run in it."""
-        path = self._directory / _RUN_FILE
-        content = orjson.loads(path.read_bytes()) if path.exists() else {}
-        if exists and "plan" in content:
-            require_same(content["plan"], plan, str(self._directory))
-            self.steps_before = content["steps"]
-        _write_json(path, {**content, "plan": plan, "steps": steps})
+    def _apply(self, n: int) -> None:
+        path = self._journal.path(n)
+        if n != self.state.n + 1:
+            missing = self._journal.path(self.state.n + 1)
+            raise self._snapshots.passed_over or CheckpointError(
+                f"{missing} is missing, and {path.name} is there; put back a copy of it, or use another folder"
+            )
+        try:
+            self.state.apply(self._journal.read(n, sequences=False))
+        except (KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(f"{path} does not go on from the state that was saved: {error!r}") from error
+
+    def _commit(self, n: int) -> None:
+        self._journal.commit(n)
+        self._file.begin()
+
+    def _passed_over(self) -> list[tuple[str, CheckpointError]]:
+        """What is damaged and was not needed."""
+        found = (("snapshot_damaged", self._snapshots.passed_over), ("weights_damaged", self._weights.passed_over))
+        return [(name, error) for name, error in found if error is not None]
 
     def _save(self, state: RunState) -> None:
         oldest = self._snapshots.write(state)
@@ -238,7 +283,3 @@ class Checkpoints:
             await anyio.lowlevel.checkpoint()
             return function()
         return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)
-
-
-def _write_json(path: Path, value: object) -> None:
-    settle(draft(path, [orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2)]), path)

@@ -1,7 +1,7 @@
 """Snapshots: what is outstanding, saved while the run goes on. The newest two are kept.
 
 A snapshot is a file of JSON lines that name the places of their token data (``tokens.py``): a header, a line for each
-outstanding group, and an end without which it does not count. Encoding goes group by group, so that the thread that
+outstanding group, and an end with the checksum (``seals.py``). Encoding goes group by group, so that the thread that
 does it never holds the interpreter for long.
 """
 
@@ -15,10 +15,11 @@ from typing import Any
 
 import orjson
 
-from asyncrl.checkpoint.files import draft, drafted, remove, settle
+from asyncrl.checkpoint.files import draft, numbered, settle
 from asyncrl.checkpoint.journal import read_renewed
+from asyncrl.checkpoint.seals import LINES_END, damaged, sealed, unsealed
 from asyncrl.checkpoint.state import GroupState, RunState
-from asyncrl.checkpoint.tokens import TokenReader, TokenStore
+from asyncrl.checkpoint.tokens import Place, TokenReader, TokenStore
 from asyncrl.checkpoint.values import dumps, read_trajectory, trajectory_head
 from asyncrl.errors import CheckpointError, EnvironmentFailure
 from asyncrl.rollout.progress import GroupProgress
@@ -27,8 +28,9 @@ from asyncrl.types import Group, Row, Trajectory
 
 __all__ = ["Snapshots"]
 
-_FORMAT = 1
+_FORMAT = 2
 _KEPT = 2
+_SUFFIX = ".jsonl"
 _COUNTERS = ("dropped", "dropped_members")
 _PART = ("index", "seconds", "closed_by_deadline", "final", "last_member")
 _PROGRESS = ("rerolls", "rewarded", "passed", "parted", "seconds")
@@ -39,6 +41,8 @@ class Snapshots:
     """Owns ``folder``: snapshots and their token data. Used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
+        self.passed_over: CheckpointError | None = None
+        """What is wrong with the newest snapshot, if an older one was read."""
         self._folder = folder
         self._tokens = TokenStore(folder)
         self._kept: list[tuple[int, int, set[int]]] = []
@@ -56,15 +60,14 @@ class Snapshots:
         except BaseException:
             self._tokens.abandon()
             raise
-        draft(path, lines)
-        settle(drafted(path), path)
+        settle(draft(path, sealed(lines, LINES_END)), path)
         self._kept.append((self._next, state.n, shards))
         self._next += 1
         self._kept = self._kept[-_KEPT:]
         oldest = self._kept[0][0]
         for number in self._numbers():
             if number < oldest:
-                remove(self._path(number))
+                self._path(number).unlink()
         self._tokens.keep_only(shard for _, _, used in self._kept for shard in used)
         return min(n for _, n, _ in self._kept)
 
@@ -81,6 +84,7 @@ class Snapshots:
             except CheckpointError as error:
                 failure = failure or error
                 continue
+            self.passed_over = failure
             self._kept = [(number, state.n, shards)]
             return state
         if failure is not None:
@@ -93,7 +97,7 @@ class Snapshots:
         yield dumps(header, "the state of the run") + b"\n"
         for group in state.groups.values():
             yield self._line(group) + b"\n"
-        yield dumps({"end": len(state.groups)}, "the end") + b"\n"
+        yield b'{"end":%d,"crc32":"' % len(state.groups)
 
     def _line(self, group: GroupState) -> bytes:
         value: dict[str, object] = {"index": group.index, "due": group.due, "taken": sorted(group.taken)}
@@ -127,22 +131,23 @@ class Snapshots:
         ]
 
     def _read(self, path: Path, row: Callable[[int], Row]) -> tuple[RunState, set[int]]:
+        data = unsealed(path, LINES_END)
         try:
-            header, *groups, end = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-            if header.pop("format") != _FORMAT or end != {"end": len(groups)}:
-                raise CheckpointError(f"{path} is of another format, or not complete")
+            header, *groups, _ = [orjson.loads(line) for line in data.splitlines()]
+            if header.pop("format") != _FORMAT:
+                raise CheckpointError(f"{path} is of another release: resume it with that, or use another folder")
             header["rollout_keys"] = tuple(header["rollout_keys"])
             header["totals"] = _read_totals(header["totals"])
             reader = _Reader(TokenReader(self._folder), self._tokens, row)
             return RunState(**header, groups={group["index"]: reader.group(group) for group in groups}), reader.shards
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise damaged(path, repr(error)) from error
 
     def _numbers(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("[0-9]*.jsonl"))
+        return numbered(self._folder, after=_SUFFIX)
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}.jsonl"
+        return self._folder / f"{number:06d}{_SUFFIX}"
 
 
 class _Reader:
@@ -188,11 +193,13 @@ class _Reader:
 
     def _member(self, value: dict[str, Any], row: Row) -> Trajectory:
         tokens = value.pop("tokens")
-        spans = [self._tokens.span(*place) for place in tokens["spans"]]
-        messages = [self._tokens.message(*place) for place in tokens["messages"]]
-        traj = read_trajectory(value, row, spans, messages)
-        span_places = [(place[2], place[3], place[4]) for place in tokens["spans"]]
-        message_places = [(place[0], place[1], place[2]) for place in tokens["messages"]]
+        span_places: list[Place] = [(shard, *rest) for _, _, shard, *rest in tokens["spans"]]
+        message_places: list[Place] = [(shard, *rest) for shard, *rest in tokens["messages"]]
+        spans = [
+            self._tokens.span(kind, version, place)
+            for (kind, version, *_), place in zip(tokens["spans"], span_places, strict=True)
+        ]
+        traj = read_trajectory(value, row, spans, [self._tokens.message(place) for place in message_places])
         self._store.adopt(traj, span_places, message_places)
         self.shards.update(place[0] for place in (*span_places, *message_places))
         return traj

@@ -1,8 +1,9 @@
 """Token data on disk: append-only shards, so that a save costs what is new since the last one.
 
 A record is a span's ids (int32) and log-probabilities (float32), or a message as JSON. It is written once, when it is
-first seen, and then named by its place. Shards are never changed: a process writes shards of its own. One that no kept
-snapshot names is removed; one of which little is still named is given up, one at a time, by writing that little anew.
+first seen, and then named by its place, which has its checksum. Shards are never changed: a process writes shards of
+its own. One that no kept snapshot names is removed; one of which little is still named is given up, one at a time, by
+writing that little anew.
 
 Owned by one thread: blocking, and not to be shared.
 """
@@ -10,6 +11,7 @@ Owned by one thread: blocking, and not to be shared.
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -20,15 +22,16 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 import orjson
 
-from asyncrl.checkpoint.files import sync
+from asyncrl.checkpoint.files import numbered, reading, sync
+from asyncrl.checkpoint.seals import damaged
 from asyncrl.checkpoint.values import dumps
-from asyncrl.errors import CheckpointError
 from asyncrl.types import Message, Span, SpanKind, Trajectory
 
 __all__ = ["Place", "TokenReader", "TokenStore"]
 
-Place: TypeAlias = tuple[int, int, int]
-"""Shard, offset, and number of tokens (of a span) or bytes (of a message)."""
+Place: TypeAlias = tuple[int, int, int, int]
+"""Shard, offset, number of tokens (of a span) or bytes (of a message), and CRC-32."""
+_PREFIX, _SUFFIX = "tokens-", ".bin"
 _SHARD_BYTES = 64 * 2**20
 _LIVE_SHARE = 0.25
 # Below it a shard is given up: rewriting costs at most a third of what it frees.
@@ -48,7 +51,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shard = max((_number(path) for path in folder.glob("tokens-*.bin")), default=0)
+        self._shard = max(numbered(folder, _PREFIX, _SUFFIX), default=0)
         self._file: BinaryIO | None = None
         self._offset = 0
         self._written: dict[str, _Written] = {}
@@ -76,9 +79,9 @@ class TokenStore:
             said = before.messages[index] if index < len(before.messages) else None
             place = self._kept(said[1]) if said is not None and said[0] is message else None
             now.messages.append((message, place or self._write_message(message, traj.id)))
-        for span, (shard, _, count) in now.spans:
+        for span, (shard, _, count, _) in now.spans:
             self._live[shard] += count * _TOKEN_BYTES * (1 if span.logprobs is None else 2)
-        for _, (shard, _, count) in now.messages:
+        for _, (shard, _, count, _) in now.messages:
             self._live[shard] += count
         return {
             "spans": [[span.kind, span.version, *place] for span, place in now.spans],
@@ -111,9 +114,9 @@ class TokenStore:
     def keep_only(self, shards: Iterable[int]) -> None:
         """Remove every other shard, but for the one being written."""
         needed = {*shards, *([self._shard] if self._file is not None else [])}
-        for path in self._folder.glob("tokens-*.bin"):
-            if _number(path) not in needed:
-                path.unlink()
+        for shard in numbered(self._folder, _PREFIX, _SUFFIX):
+            if shard not in needed:
+                _path(self._folder, shard).unlink()
 
     def adopt(self, traj: Trajectory, spans: Sequence[Place], messages: Sequence[Place]) -> None:
         """``traj`` was read from these places, where it may stay."""
@@ -142,29 +145,28 @@ class TokenStore:
         arrays = [span.tokens.astype("<i4", copy=False)]
         if span.logprobs is not None:
             arrays.append(span.logprobs.astype("<f4", copy=False))
-        place = (*self._next(), len(span.tokens))
-        for array in arrays:
-            self._append(np.ascontiguousarray(array).data)
-        return place
+        return self._append(len(span.tokens), *(np.ascontiguousarray(array).data for array in arrays))
 
     def _write_message(self, message: Message, traj_id: str) -> Place:
         data = dumps(message, f"a message of trajectory {traj_id}")
-        place = (*self._next(), len(data))
-        self._append(data)
-        return place
+        return self._append(len(data), data)
 
-    def _next(self) -> tuple[int, int]:
+    def _opened(self) -> BinaryIO:
         if self._file is None:
             self._shard += 1
             path = _path(self._folder, self._shard)
             self._file = path.open("xb")
             self._offset = 0
             sync(self._folder)
-        return self._shard, self._offset
+        return self._file
 
-    def _append(self, data: bytes | memoryview) -> None:
-        assert self._file is not None, "the place was asked for first"
-        self._offset += self._file.write(data)
+    def _append(self, count: int, *pieces: bytes | memoryview) -> Place:
+        file = self._opened()
+        offset, checksum = self._offset, 0
+        for piece in pieces:
+            self._offset += file.write(piece)
+            checksum = zlib.crc32(piece, checksum)
+        return self._shard, offset, count, checksum
 
 
 class TokenReader:
@@ -174,11 +176,12 @@ class TokenReader:
         self._folder = folder
         self._shards: dict[int, bytes] = {}
 
-    def span(self, kind: str, version: int | None, shard: int, offset: int, tokens: int) -> Span:
+    def span(self, kind: str, version: int | None, place: Place) -> Span:
         """The span at that place; its arrays are its own."""
+        shard, offset, tokens, checksum = place
         size = tokens * _TOKEN_BYTES
         generated = kind == SpanKind.GENERATED
-        data = self._data(shard, offset, size * (1 + generated))
+        data = self._data(shard, offset, size * (1 + generated), checksum)
         return Span(
             kind=SpanKind(kind),
             tokens=np.frombuffer(data[:size], dtype="<i4").astype(np.int32),
@@ -186,27 +189,23 @@ class TokenReader:
             version=version,
         )
 
-    def message(self, shard: int, offset: int, size: int) -> Message:
+    def message(self, place: Place) -> Message:
         """The message at that place."""
-        message: Message = orjson.loads(self._data(shard, offset, size))
+        message: Message = orjson.loads(self._data(*place))
         return message
 
-    def _data(self, shard: int, offset: int, size: int) -> bytes:
+    def _data(self, shard: int, offset: int, size: int, checksum: int) -> bytes:
+        path = _path(self._folder, shard)
         if shard not in self._shards:
-            try:
-                self._shards[shard] = _path(self._folder, shard).read_bytes()
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{error.filename} is missing") from error
+            with reading(path):
+                self._shards[shard] = path.read_bytes()
         data = self._shards[shard][offset : offset + size]
         if len(data) < size:
-            path = _path(self._folder, shard)
-            raise CheckpointError(f"{path} has {len(data)} of {size} bytes at offset {offset}")
+            raise damaged(path, f"it has {len(data)} of {size} bytes at offset {offset}")
+        if zlib.crc32(data) != checksum:
+            raise damaged(path, f"{size} bytes at offset {offset} do not fit their checksum")
         return data
 
 
 def _path(folder: Path, shard: int) -> Path:
-    return folder / f"tokens-{shard:06d}.bin"
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.partition("-")[2])
+    return folder / f"{_PREFIX}{shard:06d}{_SUFFIX}"

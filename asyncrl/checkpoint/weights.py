@@ -1,55 +1,81 @@
-"""Saved weights: what the learner needs to go on, in a folder for each version that was saved. The newest is kept."""
+"""Saved weights: what the learner needs to go on, in a sealed folder for each version. The newest is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import TypeVar
 
-import orjson
-
-from asyncrl.checkpoint.files import drafted, remove, settle, sync
+from asyncrl.checkpoint.files import drafted, numbered, remove, settle
+from asyncrl.checkpoint.seals import check_folder, seal_folder
+from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import Learner
 
 __all__ = ["SavedWeights"]
 
-T = TypeVar("T")
 _ABOUT = "about.json"
+_PREFIX = "v"
 
 
 class SavedWeights:
     """Owns ``folder`` with ``v000020``, ..; ``off_loop`` runs file work in a thread."""
 
     def __init__(self, folder: Path, off_loop: Callable[[Callable[[], object]], Awaitable[None]]) -> None:
+        self.passed_over: CheckpointError | None = None
+        """What is wrong with the newest weights, if older ones were found to do."""
         self._folder = folder
         self._off_loop = off_loop
 
-    def newest(self) -> tuple[int, int, Path] | None:
-        """Step, version and folder of the newest; None without any. Blocking."""
-        folders = sorted(self._folder.glob("v[0-9]*"))
-        if not folders:
-            return None
-        about = orjson.loads((folders[-1] / _ABOUT).read_bytes())
-        return about["n"], about["version"], folders[-1]
+    def versions(self) -> list[int]:
+        """The versions that are there, in order. Blocking."""
+        return numbered(self._folder, _PREFIX)
+
+    def newest(self, n: int, journal: Collection[int]) -> tuple[int, int, Path] | None:
+        """Step, version and folder of the newest that is whole; None without any. Blocking: all of it is read.
+
+        ``CheckpointError`` if a newer one is damaged and the ``journal`` does not have all steps from there to ``n``.
+        """
+        failure: CheckpointError | None = None
+        for version in reversed(self.versions()):
+            path = self._path(version)
+            try:
+                about = check_folder(path, _ABOUT)
+                if about["version"] != version:
+                    raise CheckpointError(f"{path} has the weights of version {about['version']}")
+            except CheckpointError as error:
+                failure = failure or error
+                continue
+            if failure is not None and not set(journal) >= set(range(about["n"] + 1, n + 1)):
+                break
+            self.passed_over = failure
+            return about["n"], version, path
+        if failure is not None:
+            raise failure
+        return None
 
     async def save(self, learner: Learner, *, n: int, version: int) -> None:
         """Save the learner as it is: after step ``n``, at ``version``."""
-        path = self._folder / f"v{version:06d}"
+        path = self._path(version)
         temporary = drafted(path)
         await self._off_loop(lambda: _empty(temporary))
         await learner.save_state(temporary)
         await self._off_loop(lambda: self._settle(temporary, path, {"n": n, "version": version}))
 
+    def clear(self) -> None:
+        """Forget all. Blocking."""
+        for version in self.versions():
+            remove(self._path(version))
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{_PREFIX}{version:06d}"
+
     def _settle(self, temporary: Path, path: Path, about: dict[str, int]) -> None:
-        (temporary / _ABOUT).write_bytes(orjson.dumps(about))
-        for file in [*temporary.rglob("*"), temporary]:
-            sync(file)
+        seal_folder(temporary, _ABOUT, about)
         if path.exists():
             remove(path)
         settle(temporary, path)
-        for older in self._folder.glob("v[0-9]*"):
-            if older != path:
-                remove(older)
+        for version in self.versions():
+            if self._path(version) != path:
+                remove(self._path(version))
 
 
 def _empty(folder: Path) -> None:

@@ -9,10 +9,10 @@ the files back is left to their readers.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import re
-import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -25,9 +25,11 @@ import anyio.to_thread
 import orjson
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from asyncrl.checkpoint.files import reading
+from asyncrl.checkpoint.seals import write_json
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished
 
-__all__ = ["EventFiles", "encode_event", "event_name", "read_results", "write_events", "write_run_file"]
+__all__ = ["EventFiles", "encode_event", "event_name", "read_results", "told_step", "write_events", "write_run_file"]
 
 _PENDING_EVENTS = 65_536
 # About a minute of a run with a thousand requests a second: a disk that is slower than that is not coming back.
@@ -96,34 +98,71 @@ async def _write(receive: MemoryObjectReceiveStream[Event], files: EventFiles, d
 
 
 def read_results(directory: Path) -> Iterator[Event]:
-    """The steps and evaluations that a run has in its files, without what else is known of them. Blocking."""
-    for name, wanted in (("metrics.jsonl", b""), ("events.jsonl", b'"event":"evaluation_finished"')):
-        path = directory / name
-        if not path.exists():
-            continue
-        with path.open("rb") as file:
-            for line in file:
-                if wanted in line and line.endswith(b"\n"):
-                    value = orjson.loads(line)
-                    yield _evaluation(value) if wanted else _step(value)
+    """The steps and evaluations that a run has in its files, without what else is known of them. Blocking.
+
+    A notice stands for a line that cannot be read.
+    """
+    for name, wanted in _RESULTS:
+        for number, line in _lines(directory / name, wanted):
+            try:
+                value = orjson.loads(line)
+                yield _evaluation(value) if wanted else _step(value)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                keys = {"path": str(directory / name), "line": number}
+                yield Notice(time=0.0, name="line_unreadable", level="warning", keys=keys)
+
+
+def told_step(directory: Path) -> tuple[Path, int] | None:
+    """The last step that the run's files tell of, and in which; None if they tell of none. Blocking."""
+    for name, wanted in (("metrics.jsonl", b""), ("events.jsonl", b'"event":"step_finished"')):
+        steps = [step for _, line in _lines(directory / name, wanted) if (step := _number(line)) is not None]
+        if steps:
+            return directory / name, steps[-1]
+    return None
+
+
+_RESULTS = (("metrics.jsonl", b""), ("events.jsonl", b'"event":"evaluation_finished"'))
+
+
+def _lines(path: Path, wanted: bytes) -> Iterator[tuple[int, bytes]]:
+    """The whole lines with ``wanted`` in them, and their numbers."""
+    if not path.exists():
+        return
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if wanted in line and line.endswith(b"\n"):
+                yield number, line
+
+
+def _number(line: bytes) -> int | None:
+    try:
+        n = orjson.loads(line)["n"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return n if isinstance(n, int) else None
 
 
 def _step(value: Mapping[str, Any]) -> StepFinished:
-    metrics = {key: number for key, number in value.items() if key not in ("n", "model_step", "time")}
+    metrics = _numbers({key: number for key, number in value.items() if key not in ("n", "model_step", "time")})
     return StepFinished(time=value["time"], n=value["n"], model_step=value["model_step"], metrics=metrics)
 
 
 def _evaluation(value: Mapping[str, Any]) -> EvaluationFinished:
-    return EvaluationFinished(time=value["time"], version=value["version"], metrics=value["metrics"])
+    return EvaluationFinished(time=value["time"], version=value["version"], metrics=_numbers(value["metrics"]))
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    # JSON has no NaN: what was not finite is null.
+    return {key: math.nan if number is None else float(number) for key, number in metrics.items()}
 
 
 def _mend(directory: Path) -> None:
     """Take off the half line that a killed process may have left."""
     for name in ("events.jsonl", "metrics.jsonl"):
         path = directory / name
-        if not path.is_file():
+        if not path.exists():
             continue
-        with path.open("r+b") as file:
+        with reading(path), path.open("r+b") as file:
             end = file.seek(0, os.SEEK_END)
             while end:
                 start = max(0, end - _BLOCK_BYTES)
@@ -158,9 +197,4 @@ def write_run_file(directory: Path, configuration: Mapping[str, object]) -> None
         "python": platform.python_version(),
         "libraries": {name: metadata.version(name) for name in _LIBRARIES},
     }
-    temporary = directory / f".run.json.{uuid.uuid4().hex}"
-    with temporary.open("wb") as file:
-        file.write(orjson.dumps(content, default=str, option=_OPTIONS | orjson.OPT_INDENT_2))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(directory / "run.json")
+    write_json(directory / "run.json", content)

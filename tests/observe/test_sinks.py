@@ -74,10 +74,10 @@ async def test_an_error_in_the_block_still_writes_its_last_events(tmp_path: Path
 
 async def test_a_failing_disk_ends_the_block_with_its_error(tmp_path: Path) -> None:
     """A run must not go on for hours without leaving its files; what happens while it ends raises nothing more."""
-    (tmp_path / "events.jsonl").mkdir()
     events = Events()
     with pytest.raises(ExceptionGroup) as raised:
         async with write_events(tmp_path, events):
+            (tmp_path / "events.jsonl").mkdir()
             events.emit(GroupAdmitted(time=0.0, group=7))
             try:
                 await anyio.sleep_forever()

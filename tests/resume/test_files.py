@@ -298,8 +298,8 @@ def test_a_save_that_fails_does_not_spoil_the_next(tmp_path: Path, monkeypatch: 
         traj.append(_span(500))
         original = store.TokenStore._append
 
-        def half(self: store.TokenStore, data: bytes | memoryview) -> None:
-            original(self, memoryview(data).cast("B")[:10])
+        def half(self: store.TokenStore, count: int, *pieces: bytes | memoryview) -> store.Place:
+            original(self, count, memoryview(pieces[0]).cast("B")[:10])
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
