@@ -31,6 +31,7 @@ from asyncrl.learning.base import Learner
 from asyncrl.learning.losses import loss_from
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.policy import Policy
+from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.env import Env
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.sglangcommand import Machine, SGLangOptions, plan_command, split_gpus
@@ -260,10 +261,7 @@ def _rows(key: str, reference: str, base: Path) -> list[Row]:
     function = resolve(key, reference, base)
     if not callable(function):
         raise ConfigError.for_value(key, reference, "a function without arguments that returns a list of rows")
-    rows = list(function())
-    if not rows:
-        raise ConfigError(f"{key} is {reference!r}, which returned no rows")
-    return rows
+    return checked_rows(function(), f"what {key} = {reference!r} returned")
 
 
 def _evaluator(recipe: Recipe, base: Path) -> Evaluator | None:

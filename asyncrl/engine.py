@@ -24,6 +24,7 @@ from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.iteration import Consumer, iterate
 from asyncrl.policy import OpenPolicy, Policy
 from asyncrl.rollout.activity import Activities
+from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
@@ -285,12 +286,13 @@ class RolloutEngine:
         the concurrency has room for. Leaving the loop cancels them.
         """
         require_count("group_size", group_size, least=1)
+        checked = checked_rows(rows)
         width = max(1, self.schedule.concurrency // group_size)
 
         async def produce(consumer: Consumer[Group]) -> None:
             # Bounded by the workers: each has at most one finished group that nobody has asked for.
             finished, groups = anyio.create_memory_object_stream[Group](width)
-            numbered = iter(enumerate(rows))
+            numbered = iter(enumerate(checked))
             async with self.opened(events) as session, groups, anyio.create_task_group() as tasks:
                 with finished:
                     for _ in range(width):

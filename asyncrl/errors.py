@@ -4,6 +4,7 @@
   * ConfigError: the caller's options; also a ValueError. Raised before anything starts.
   * EnvironmentFailure: the user's environment or tool
     * InfrastructureError: raise it from a tool or environment when the machinery failed, not the model
+    * InvalidValue: a reward, metric, message, tool result or snapshot that cannot be used
     * RolloutTimeout: a call ran past its deadline
   * SamplingError: the sampling servers
     * RequestRefused: a final answer of the server (4xx), with its text
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "EnvironmentFailure",
     "InfrastructureError",
+    "InvalidValue",
     "LearnerError",
     "NonFiniteError",
     "ObserverError",
@@ -72,6 +74,13 @@ class InfrastructureError(EnvironmentFailure):
     """Raise this from a tool or an environment when the machinery failed and the model is not to blame.
 
     The member fails with this cause and is retried with a fresh environment; it never becomes a reward.
+    """
+
+
+class InvalidValue(EnvironmentFailure, ValueError):
+    """User code gave a value that cannot be used; the message has the value, what is allowed, and the function.
+
+    The member is dropped, and not tried again: the same code would give the same kind of value.
     """
 
 

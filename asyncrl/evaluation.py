@@ -17,6 +17,7 @@ import anyio
 from asyncrl.engine import EngineSession
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Events, Notice
+from asyncrl.rollout.border import checked_rows
 from asyncrl.scheduling.rules import require_count
 from asyncrl.types import Group, Row
 
@@ -37,8 +38,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         require_count("evaluation.every", self.every, least=0)
         require_count("evaluation.group_size", self.group_size, least=1)
-        if not self.rows:
-            raise ConfigError.for_value("evaluation.rows", self.rows, "at least one row")
+        checked_rows(self.rows, "evaluation.rows")
         if self.temperature is not None and self.temperature < 0:
             raise ConfigError.for_value("evaluation.temperature", self.temperature, "at least 0")
 
@@ -68,7 +68,7 @@ class Evaluator:
                 failed.append(group.error)
 
         async with anyio.create_task_group() as tasks:
-            for index, row in enumerate(self.rows):
+            for index, row in enumerate(checked_rows(self.rows)):
                 tasks.start_soon(run, index, row)
         if not groups:
             raise failed[0]

@@ -44,6 +44,7 @@ from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import COUNTED, MetricsRecorder
 from asyncrl.observe.watchdog import WATCHED, Watchdog
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, check_versions, possible_losses
+from asyncrl.rollout.border import checked_rows, shared_parts
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
@@ -139,9 +140,7 @@ class AsyncTrainer:
         """
         require_count("steps", steps, least=1)
         self._plan.optimizer.check_schedule(steps)
-        rows = list(rows)
-        if not rows:
-            raise ConfigError.for_value("rows", rows, "a sequence with at least one row")
+        rows = checked_rows(rows)
         batches = math.ceil(len(rows) / self._plan.groups_per_step)
         if not self._plan.repeat_dataset and steps > batches:
             raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
@@ -265,7 +264,7 @@ class _Training:
 
     def _warn(self) -> None:
         """Say once what the chosen rules can lose."""
-        for name, reason in possible_losses(self.plan):
+        for name, reason in (*possible_losses(self.plan), *shared_parts(self.rows[0])):
             self.events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys={"reason": reason}))
 
     async def _admit(self) -> None:

@@ -10,6 +10,7 @@ Suffixes for ragged lists and arrays: ``_G`` members of a group, ``_B`` sequence
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from asyncrl.errors import InvalidValue
+from asyncrl.plain import metric, shown
 
 __all__ = [
     "BarrierWait",
@@ -267,8 +271,13 @@ class Trajectory:
         return self.tokens()[self.context_tokens - self.turn_tokens :]
 
     def add_metric(self, key: str, value: float) -> None:
-        """Add ``value`` to ``metrics[key]``."""
-        self.metrics[key] = self.metrics.get(key, 0.0) + value
+        """Add ``value`` to ``metrics[key]``. Raises ``InvalidValue`` if it is not a number."""
+        try:
+            self.metrics[key] = self.metrics.get(key, 0.0) + metric(value)
+        except TypeError as error:
+            caller = sys._getframe(1)
+            where = f"{caller.f_code.co_qualname} ({caller.f_code.co_filename}:{caller.f_lineno})"
+            raise InvalidValue(f"metric {shown(key)} must be a number, but {error}: {where}") from None
 
     def add_seconds(self, what: str, seconds: float) -> None:
         """Add to the time spent in ``what``."""

@@ -16,6 +16,7 @@ import orjson
 
 from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
+from asyncrl.plain import jsonable
 from asyncrl.plan import TrainingPlan
 from asyncrl.types import Row
 
@@ -36,10 +37,14 @@ def run_identity(plan: TrainingPlan, engine: RolloutEngine, rows: Sequence[Row])
 
 
 def rows_digest(rows: Sequence[Row]) -> str:
-    """Changes if a row does, or their order. What JSON does not have counts by its type only."""
+    """Changes if a row does, or their order. What is neither plain data nor an array counts by its type only."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(orjson.dumps(row, default=_kind, option=_ROW_OPTIONS))
+        try:
+            digest.update(orjson.dumps(row, default=_kind, option=_ROW_OPTIONS))
+        except TypeError:  # large integers, other keys than text, text that is not Unicode, deep nesting
+            for part in _written(row):
+                digest.update(part)
     return f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
@@ -70,7 +75,42 @@ def _flat(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: object) -> Any:
     """As it is once it went through JSON."""
-    return orjson.loads(orjson.dumps(value, default=_kind, option=_ROW_OPTIONS))
+    try:
+        return orjson.loads(orjson.dumps(value, default=_kind, option=_ROW_OPTIONS))
+    except TypeError:
+        return jsonable(value)
+
+
+def _written(row: Row) -> Iterator[bytes]:
+    """Any value as bytes, however deep; the same for the same value, in every process."""
+    within: set[int] = set()
+    stack: list[tuple[object, bool]] = [(row, False)]
+    while stack:
+        value, is_end = stack.pop()
+        if is_end:
+            within.discard(id(value))
+            yield b")"
+        elif isinstance(value, dict | list | tuple) and id(value) not in within:
+            within.add(id(value))
+            stack.append((value, True))
+            items = _sorted_items(value) if isinstance(value, dict) else value
+            stack.extend((item, False) for item in reversed(items))
+            yield f"{type(value).__name__}{len(value)}(".encode()
+        elif isinstance(value, str):
+            yield value.encode("utf-8", "surrogatepass") + b"\0"
+        elif isinstance(value, int):
+            yield f"{value:x}\0".encode()
+        elif value is None or isinstance(value, float | bytes):
+            yield repr(value).encode() + b"\0"
+        elif hasattr(value, "tolist"):
+            stack.append((value.tolist(), False))
+        else:
+            yield _kind(value).encode() + b"\0"
+
+
+def _sorted_items(value: dict[Any, Any]) -> list[tuple[bytes, object]]:
+    named = ((b"".join(_written(key)), item) for key, item in value.items())
+    return sorted(named, key=lambda pair: pair[0])
 
 
 def _kind(value: object) -> str:

@@ -20,8 +20,9 @@ from asyncrl.checkpoint.journal import read_renewed
 from asyncrl.checkpoint.seals import LINES_END, damaged, sealed, unsealed
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.checkpoint.tokens import Place, TokenReader, TokenStore
-from asyncrl.checkpoint.values import dumps, read_trajectory, trajectory_head
+from asyncrl.checkpoint.values import dumps, loads, read_trajectory, trajectory_head
 from asyncrl.errors import CheckpointError, EnvironmentFailure
+from asyncrl.plain import error_text
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
 from asyncrl.types import Group, Row, Trajectory
@@ -94,7 +95,7 @@ class Snapshots:
     def _lines(self, state: RunState) -> Iterator[bytes]:
         header = {"format": _FORMAT, **{name: getattr(state, name) for name in _HEADER}}
         header["totals"] = _plain_totals(state.totals)
-        yield dumps(header, "the state of the run") + b"\n"
+        yield dumps(header) + b"\n"
         for group in state.groups.values():
             yield self._line(group) + b"\n"
         yield b'{"end":%d,"crc32":"' % len(state.groups)
@@ -109,7 +110,7 @@ class Snapshots:
             value["progress"] = self._progress(group.progress)
         if group.renewed is not None:
             value["renewed"] = group.renewed
-        return dumps(value, f"group {group.index}")
+        return dumps(value)
 
     def _progress(self, progress: GroupProgress) -> Mapping[str, object]:
         return {
@@ -120,20 +121,17 @@ class Snapshots:
             "attempts": sorted(progress.attempts.items()),
             "retries": sorted(progress.retries.items()),
             "at_quorum": None if progress.at_quorum is None else sorted(progress.at_quorum.items()),
-            "errors": [_text(error) for error in progress.errors],
-            "lost": None if progress.lost is None else _text(progress.lost),
+            "errors": [error_text(error) for error in progress.errors],
+            "lost": None if progress.lost is None else error_text(progress.lost),
         }
 
     def _members(self, members: Sequence[Trajectory]) -> list[orjson.Fragment]:
-        return [
-            orjson.Fragment(dumps({**trajectory_head(traj), "tokens": self._tokens.put(traj)}, f"trajectory {traj.id}"))
-            for traj in members
-        ]
+        return [orjson.Fragment(dumps({**trajectory_head(traj), "tokens": self._tokens.put(traj)})) for traj in members]
 
     def _read(self, path: Path, row: Callable[[int], Row]) -> tuple[RunState, set[int]]:
         data = unsealed(path, LINES_END)
         try:
-            header, *groups, _ = [orjson.loads(line) for line in data.splitlines()]
+            header, *groups, _ = [loads(line) for line in data.splitlines()]
             if header.pop("format") != _FORMAT:
                 raise CheckpointError(f"{path} is of another release: resume it with that, or use another folder")
             header["rollout_keys"] = tuple(header["rollout_keys"])
@@ -213,7 +211,3 @@ def _plain_totals(totals: LedgerTotals) -> dict[str, Any]:
 
 def _read_totals(values: dict[str, Any]) -> LedgerTotals:
     return LedgerTotals(**{**values, **{name: Counter(values[name]) for name in _COUNTERS}})
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

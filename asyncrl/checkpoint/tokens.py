@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import numpy as np
-import orjson
 
 from asyncrl.checkpoint.files import numbered, reading, sync
 from asyncrl.checkpoint.seals import damaged
-from asyncrl.checkpoint.values import dumps
+from asyncrl.checkpoint.values import dumps, loads
 from asyncrl.types import Message, Span, SpanKind, Trajectory
 
 __all__ = ["Place", "TokenReader", "TokenStore"]
@@ -78,7 +77,7 @@ class TokenStore:
         for index, message in enumerate(traj.messages):
             said = before.messages[index] if index < len(before.messages) else None
             place = self._kept(said[1]) if said is not None and said[0] is message else None
-            now.messages.append((message, place or self._write_message(message, traj.id)))
+            now.messages.append((message, place or self._write_message(message)))
         for span, (shard, _, count, _) in now.spans:
             self._live[shard] += count * _TOKEN_BYTES * (1 if span.logprobs is None else 2)
         for _, (shard, _, count, _) in now.messages:
@@ -147,8 +146,8 @@ class TokenStore:
             arrays.append(span.logprobs.astype("<f4", copy=False))
         return self._append(len(span.tokens), *(np.ascontiguousarray(array).data for array in arrays))
 
-    def _write_message(self, message: Message, traj_id: str) -> Place:
-        data = dumps(message, f"a message of trajectory {traj_id}")
+    def _write_message(self, message: Message) -> Place:
+        data = dumps(message)
         return self._append(len(data), data)
 
     def _opened(self) -> BinaryIO:
@@ -191,7 +190,7 @@ class TokenReader:
 
     def message(self, place: Place) -> Message:
         """The message at that place."""
-        message: Message = orjson.loads(self._data(*place))
+        message: Message = loads(self._data(*place))
         return message
 
     def _data(self, shard: int, offset: int, size: int, checksum: int) -> bytes:

@@ -28,6 +28,7 @@ from asyncrl.events import (
     VersionCommitted,
     VersionPublished,
 )
+from asyncrl.plain import metric, numbers
 from asyncrl.types import BarrierWait, DropReason, Group, SpanKind, Trajectory, TruncationCause
 
 __all__ = ["COUNTED", "BatchMetrics", "MetricsRecorder", "percentile"]
@@ -208,7 +209,7 @@ class BatchMetrics:
         self._lengths.append(member.generated_tokens)
         if member.truncated is not None:
             self._truncated[member.truncated] += 1
-        for key, value in member.metrics.items():
+        for key, value in numbers(member.metrics).items():
             self._environment[key] = self._environment.get(key, 0.0) + value
         self._failed += member.dropped is DropReason.FAILED
 
@@ -233,7 +234,8 @@ class BatchMetrics:
             "length/generated_p50": percentile(Counter(self._lengths), 50),
             "length/generated_p99": percentile(Counter(self._lengths), 99),
             **{f"truncated/{cause}": _ratio(self._truncated[cause], members) for cause in TruncationCause},
-            **{f"rollout/{key}": value for key, value in self._environment.items()},
+            # A sum of finite numbers may be infinite, and then it is no number any more.
+            **{f"rollout/{key}": metric(value) for key, value in self._environment.items()},
             "groups/mean_wait_seconds": _ratio(sum(self._group_seconds), groups),
             "groups/deadline_frac": _ratio(self._closed, groups),
             "groups/failed_members": float(self._failed),

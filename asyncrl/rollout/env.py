@@ -21,6 +21,7 @@ import anyio
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.iteration import first_error
+from asyncrl.rollout.border import TurnResult
 from asyncrl.rollout.calls import blamed
 from asyncrl.rollout.tools import Tool
 from asyncrl.types import Message, Row, ToolCall, Trajectory, TruncationCause
@@ -31,20 +32,6 @@ T = TypeVar("T")
 Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
 
 _UNREADABLE = "error: the tool call could not be read; give the tool's name and its arguments as one JSON object"
-
-
-@dataclass(frozen=True, slots=True)
-class TurnResult:
-    """The environment's answer to a turn: new messages, and for once a bound on the next turn's tokens."""
-
-    messages: Sequence[Message]
-    max_turn_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_turn_tokens is not None and self.max_turn_tokens < 1:
-            raise ConfigError.for_value(
-                "TurnResult.max_turn_tokens", self.max_turn_tokens, "a positive integer or None"
-            )
 
 
 class Env(ABC):

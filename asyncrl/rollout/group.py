@@ -19,6 +19,7 @@ import anyio
 
 from asyncrl.errors import (
     EnvironmentFailure,
+    InvalidValue,
     LearnerError,
     ObserverError,
     PublicationError,
@@ -33,9 +34,10 @@ from asyncrl.events import (
     MemberFailed,
     Notice,
 )
+from asyncrl.plain import error_text
 from asyncrl.rollout.calls import Deadline, call_user
 from asyncrl.rollout.env import Env, EnvFactory
-from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, error_text, unsampled
+from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, unsampled
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
 from asyncrl.scheduling.slots import OrderedSlots
@@ -208,7 +210,9 @@ class _GroupRun:
             self._report(traj)
             if final is not None:
                 raise final  # outside of the handler, so that it keeps its own cause
-            again = isinstance(traj.error, EnvironmentFailure | SamplingError)
+            again = isinstance(traj.error, EnvironmentFailure | SamplingError) and not isinstance(
+                traj.error, InvalidValue
+            )
             if again and self._progress.retries[member] < budget.rules.member_retries:
                 self._progress.retries[member] += 1
                 await anyio.sleep(budget.delay_s)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import anyio
 
 from asyncrl.events import GroupDropped, Notice
+from asyncrl.plain import copied, error_text
 from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.types import DropReason, Group, Row, Trajectory
 
-__all__ = ["FailedGroup", "GroupPlan", "error_text", "unsampled"]
+__all__ = ["FailedGroup", "GroupPlan", "unsampled"]
 
 _SHORT = reprlib.Repr()
 # A row is named, not printed: a long one loses its middle.
@@ -31,7 +32,8 @@ class GroupPlan:
     completion: GroupCompletion = field(default_factory=GroupCompletion)
 
     def member(self, member: int, attempt: int = 1) -> Trajectory:
-        """A fresh trajectory for that place in the group. Seeds never repeat within a group.
+        """A fresh trajectory for that place in the group, with a copy of the row: what an environment does to it, the
+        others do not see. Seeds never repeat within a group.
 
         Another attempt draws anew: what the model wrote may be what the machinery could not bear.
         """
@@ -39,7 +41,7 @@ class GroupPlan:
             id=f"{self.prefix}{self.index:06d}-{member:03d}",
             group=self.index,
             member=member,
-            row=self.row,
+            row=copied(self.row),
             seed=(self.seed + self.index * 1_000_003 + member + (attempt - 1) * 15_485_863) % 2**31,
             attempt=attempt,
         )
@@ -79,8 +81,3 @@ def unsampled(group: Group) -> Notice | None:
         "prompt_tokens": max(traj.context_tokens for traj in group.members_G),
     }
     return Notice(time=anyio.current_time(), name="row_not_sampled", level="warning", keys=keys)
-
-
-def error_text(error: BaseException | None) -> str:
-    """Its kind and what it says."""
-    return f"{type(error).__name__}: {error}"

@@ -26,7 +26,8 @@ from typing import (
     overload,
 )
 
-from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.border import checked_result
 from asyncrl.rollout.calls import Deadline, in_thread
 
 __all__ = ["Tool", "elide", "tool"]
@@ -74,7 +75,7 @@ class Tool:
     async def run(self, arguments: Mapping[str, Any], env: object | None = None) -> str:
         """Call the function with arguments that a model wrote; a method of ``env`` if it is one.
 
-        Raises ``ValueError`` if they do not fit the schema, ``RolloutTimeout`` at the deadline, ``EnvironmentFailure``
+        Raises ``ValueError`` if they do not fit the schema, ``RolloutTimeout`` at the deadline, ``InvalidValue``
         if the result is not text, and whatever the function raises.
         """
         checked = self._checked(arguments)
@@ -82,9 +83,7 @@ class Tool:
             call = partial(self.function, env, **checked) if self.method else partial(self.function, **checked)
             outcome: Any = call() if self.asynchronous else in_thread(call, f"tool {self.name!r}")
             result: object = await outcome
-        if not isinstance(result, str):
-            raise EnvironmentFailure(f"tool {self.name!r} returned {type(result).__name__}, but must return str")
-        return result
+        return checked_result(result, self)
 
     def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         from pydantic import ValidationError

@@ -6,21 +6,22 @@ writes the outcome back without an await in between; stopped anywhere, it goes o
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
-import orjson
 
 from asyncrl.errors import ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
 from asyncrl.publishing.base import Address
 from asyncrl.rollout.activity import Activities
+from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls
-from asyncrl.rollout.env import Env, TurnResult
+from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.sampling.base import Sampler, SegmentRequest
@@ -121,7 +122,7 @@ async def converse(
 
 
 async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    messages = await context.calls(env.reset, traj.row)
+    messages = checked_messages(await context.calls(env.reset, traj.row), env.reset, least=1)
     ids = await context.renderer.prompt(messages, env.tools)
     traj.env_state = await _env_state(traj, env, context) if context.keeps_env_state else None
     traj.messages.extend(messages)
@@ -244,7 +245,14 @@ async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> byt
     """What the environment needs to be brought back. At once as bytes, for it may go on with the same objects."""
     if env.recovery != "snapshot":
         return None
-    return orjson.dumps(await context.calls(env.snapshot, traj), option=orjson.OPT_SERIALIZE_NUMPY)
+    return checked_state(await _ask(traj, context, env.snapshot, traj), env.snapshot)
+
+
+async def _ask(traj: Trajectory, context: RolloutContext, function: Callable[..., Any], *args: object) -> Any:
+    """Call a method of the environment that gets the trajectory, and may have written metrics into it."""
+    answer = await context.calls(function, *args)
+    checked_metrics(traj, function)
+    return answer
 
 
 async def go_on(traj: Trajectory, env: Env, context: RolloutContext, *, fresh: Trajectory) -> None:
@@ -258,7 +266,7 @@ async def go_on(traj: Trajectory, env: Env, context: RolloutContext, *, fresh: T
     elif env.recovery == "stateless":
         await context.calls(env.reset, traj.row)
     else:
-        await context.calls(env.restore, traj, orjson.loads(traj.env_state or b"null"))
+        await _ask(traj, context, env.restore, traj, json.loads(traj.env_state or b"null"))
     if tokens:
         context.events.emit(
             MemberResumed(
@@ -272,8 +280,7 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     started = context.now()
     context.activities[traj.id] = (traj, "reply", started)
     errors, tool_seconds = traj.metrics.get("tool_errors", 0.0), traj.metrics.get("tool_seconds", 0.0)
-    answer = await context.calls(env.on_turn, traj)
-    result = answer if isinstance(answer, TurnResult) else None if answer is None else TurnResult(messages=answer)
+    result = checked_turn(await _ask(traj, context, env.on_turn, traj), env.on_turn)
     now = context.now()
     in_tools = traj.metrics.get("tool_seconds", 0.0) - tool_seconds
     traj.add_seconds("environment", max(0.0, now - started - in_tools))
@@ -305,16 +312,14 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
 
 
 async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is not finite."""
+    """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is no finite number."""
     started = context.now()
     context.activities[traj.id] = (traj, "reward", started)
     if traj.truncated is None:
-        value = await context.calls(env.reward, traj, traj.row)
+        reward = checked_reward(await _ask(traj, context, env.reward, traj, traj.row), env.reward)
     else:
-        value = await context.calls(env.on_truncated, traj, traj.row, traj.truncated)
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward of trajectory {traj.id} is {reward}, but must be finite")
+        asked = _ask(traj, context, env.on_truncated, traj, traj.row, traj.truncated)
+        reward = checked_reward(await asked, env.on_truncated)
     traj.reward = reward
     now = context.now()
     traj.add_seconds("reward", now - started)

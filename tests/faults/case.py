@@ -158,15 +158,15 @@ class Case:
             finally:
                 unsubscribe()
 
-    def start(self, steps: int, rows: int) -> AsyncGenerator[Step, None]:
-        """The steps of the run."""
-        return self.trainer.run(list(range(rows)), steps=steps)
+    def start(self, steps: int, rows: Any) -> AsyncGenerator[Step, None]:
+        """The steps of the run; ``rows`` are the rows, or their number."""
+        return self.trainer.run(list(range(rows)) if isinstance(rows, int) else rows, steps=steps)
 
-    async def _run(self, steps: int, rows: int) -> None:
+    async def _run(self, steps: int, rows: Any) -> None:
         async for step in self.start(steps, rows):
             self.steps.append(step)
 
-    def play(self, steps: int = 3, rows: int = 4, *, seed: int | None = None) -> None:
+    def play(self, steps: int = 3, rows: Any = 4, *, seed: int | None = None) -> None:
         """Take all steps on a virtual clock; then nothing is held, whether it ended well or not."""
         with self.audited() as slots:
             try:

@@ -17,8 +17,8 @@ from asyncrl.checkpoint.fingerprint import rows_digest
 from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import GroupState, RunState
-from asyncrl.checkpoint.values import frozen
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.checkpoint.values import frozen, read_trajectory
+from asyncrl.errors import CheckpointError
 from asyncrl.events import EvaluationFinished, Events, StepFinished
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.observe.sinks import read_results, write_events
@@ -199,12 +199,34 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path: Path, damage: 
         _read(tmp_path)
 
 
-def test_what_json_cannot_hold_is_named(tmp_path: Path) -> None:
-    """The trajectory whose message it is, and what to do."""
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [(2**64, 2**64), ("caf\udce9", "caf\ufffd"), (math.inf, None), ((1, 2), [1, 2]), ({(1, 2): 3}, {"(1, 2)": 3})],
+)
+def test_what_json_cannot_hold_does_not_make_a_save_fail(tmp_path: Path, content: object, read: object) -> None:
+    """An environment may write anything into its messages at any moment; what can be read back is as near as can be."""
     traj = _trajectory()
-    traj.messages.append({"role": "user", "content": object()})
-    with pytest.raises(ConfigError, match="a message of trajectory 000000-000 cannot be saved"):
-        _save(tmp_path, _state(_active(traj)))
+    traj.messages.append({"role": "user", "content": content, "other": object()})
+    traj.tool_calls = [ToolCall(name="f", arguments={"n": content, "big": 10**23})]
+    traj.metrics = {"odd": object(), "one": np.float32(1)}  # type: ignore[dict-item]
+    _save(tmp_path, _state(_active(traj)))
+    progress = _read(tmp_path).groups[0].progress
+    assert progress is not None
+    [again] = progress.active.values()
+    assert again.messages[-1]["content"] == read
+    assert again.messages[-1]["other"].startswith("<object")
+    assert again.tool_calls[0].arguments == {"n": read, "big": 10**23}
+    assert again.metrics == {"one": 1.0}
+
+
+@pytest.mark.parametrize("odd", ["correct", [1, 2], {"a": 1}, True, 10**400])
+def test_odd_metrics_that_an_older_process_saved_are_read(odd: object) -> None:
+    """A state on disk is never the reason why a mended environment cannot go on."""
+    head = {"id": "0", "group": 0, "member": 0, "seed": 0, "metrics": {"odd": odd, "lost": None, "kept": 1.5}}
+    metrics = read_trajectory(head, {}, [], []).metrics
+    assert metrics.pop("odd", 1.0) == 1.0
+    assert math.isnan(metrics["lost"])
+    assert metrics["kept"] == 1.5
 
 
 def _entry(n: int = 1) -> JournalEntry:

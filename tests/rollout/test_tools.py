@@ -159,7 +159,7 @@ async def test_a_result_that_is_not_text_is_the_tools_mistake() -> None:
     async def number():  # type: ignore[no-untyped-def]
         return 1
 
-    with pytest.raises(EnvironmentFailure, match="tool 'number' returned int"):
+    with pytest.raises(EnvironmentFailure, match="tool 'number' returned is 1, but must be text"):
         await tool(number).run({})
 
 
