@@ -24,9 +24,9 @@ import anyio
 from anyio.abc import TaskStatus
 
 from asyncrl.config import Recipe, load_recipe
+from asyncrl.endings import first_error
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, Events, StepFinished
-from asyncrl.iteration import first_error
 from asyncrl.serving import add_server_options, serve
 
 if TYPE_CHECKING:

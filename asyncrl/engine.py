@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
+from asyncrl.endings import WhenBegun, kept
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.iteration import Consumer, iterate
@@ -293,10 +294,10 @@ class RolloutEngine:
             # Bounded by the workers: each has at most one finished group that nobody has asked for.
             finished, groups = anyio.create_memory_object_stream[Group](width)
             numbered = iter(enumerate(checked))
-            async with self.opened(events) as session, groups, anyio.create_task_group() as tasks:
+            async with kept(self.opened(events)) as session, groups, anyio.create_task_group() as tasks:
                 with finished:
                     for _ in range(width):
-                        tasks.start_soon(_work, session, numbered, group_size, finished.clone())
+                        tasks.start_soon(WhenBegun, _work, session, numbered, group_size, finished.clone())
                 async for group in groups:
                     await consumer.wanted()
                     await consumer.give(group)

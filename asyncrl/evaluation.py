@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from asyncrl.endings import WhenBegun
 from asyncrl.engine import EngineSession
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Events, Notice
@@ -69,7 +70,7 @@ class Evaluator:
 
         async with anyio.create_task_group() as tasks:
             for index, row in enumerate(checked_rows(self.rows)):
-                tasks.start_soon(run, index, row)
+                tasks.start_soon(WhenBegun, run, index, row)
         if not groups:
             raise failed[0]
         metrics = {**_metrics(groups), "failed_rows": float(len(failed))}

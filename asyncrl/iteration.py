@@ -10,13 +10,17 @@ starts.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-__all__ = ["Consumer", "first_error", "iterate"]
+from asyncrl.endings import first_error, is_cancellation, note
+
+__all__ = ["Consumer", "iterate"]
 
 T = TypeVar("T")
 
@@ -37,30 +41,105 @@ class Consumer(Generic[T]):
         await self._given.send(item)
 
 
-async def iterate(producer: Callable[[Consumer[T]], Awaitable[None]]) -> AsyncGenerator[T, None]:
+def iterate(producer: Callable[[Consumer[T]], Awaitable[None]]) -> AsyncGenerator[T, None]:
     """Run ``producer`` beside the caller and yield what it gives, until it returns.
 
-    An error in it, or in any task under it, is raised here: the first one, not a group.
+    An error in it, or in any task under it, is raised here: the first one, not a group. That is also so when the
+    caller leaves its loop early, where the error is raised by ``aclose``, for example of ``contextlib.aclosing``. If an
+    error of the caller's own made it leave, that one came first unless the work had failed before, and the other is a
+    note on it. After a mere ``break`` nobody waits for the end of the work, and asyncio logs its error.
     """
+    return _Iteration(producer)
+
+
+class _Iteration(AsyncGenerator[T, None]):
+    """The generator, with an ``aclose`` that knows for which error it is called."""
+
+    def __init__(self, producer: Callable[[Consumer[T]], Awaitable[None]]) -> None:
+        self._around = sys.exception()
+        # The caller may be in an ``except`` block, whose error has nothing to do with its loop.
+        self._leaving = _Leaving()
+        self._items = _items(producer, self._leaving)
+
+    def __aiter__(self) -> AsyncGenerator[T, None]:
+        return self
+
+    async def __anext__(self) -> T:
+        return await anext(self._items)
+
+    async def asend(self, value: None) -> T:
+        """The next item."""
+        return await self._items.asend(value)
+
+    async def athrow(self, *error: Any) -> T:
+        """Ends the work."""
+        return await self._items.athrow(*error)
+
+    async def aclose(self) -> None:
+        """End the work, wait for that, and raise its error if there is one."""
+        error = sys.exception()
+        self._leaving.error = None if error is self._around else error
+        await self._items.aclose()
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """How the caller leaves its loop."""
+
+    error: BaseException | None = None
+    """Its own, if it has one."""
+
+
+class _Work:
+    """The producer's run, and how it ended."""
+
+    def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
+        self.ended = anyio.Event()
+        self.error: BaseException | None = None
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Await ``work()`` and take its error."""
+        try:
+            with self.scope:
+                await work()
+        except BaseException as error:
+            self.error = error
+            if is_cancellation(error):
+                raise
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # By the end of the event loop, after which nobody asks.
+                message = "what a loop had left running failed while it ended"
+                told = {"message": message, "exception": first_error(error), "task": task}
+                asyncio.get_running_loop().call_exception_handler(told)
+        finally:
+            self.ended.set()
+
+    def raise_first(self, left_for: BaseException | None, *, had_ended: bool) -> None:
+        """Raise the error, unless the caller leaves for one that came before."""
+        if self.error is None or is_cancellation(self.error):
+            return
+        error = first_error(self.error)
+        if left_for is not None and left_for is not error and not is_cancellation(left_for):
+            if not had_ended:
+                note(left_for, error)
+                return
+            note(error, left_for)
+        raise error
+
+
+async def _items(producer: Callable[[Consumer[T]], Awaitable[None]], leaving: _Leaving) -> AsyncGenerator[T, None]:
     # Each stream holds at most the one message that the other side is waiting for.
     ask, asked = anyio.create_memory_object_stream[None](1)
     given, receive = anyio.create_memory_object_stream[T](1)
-    scope = anyio.CancelScope()
-    ended = anyio.Event()
-    errors: list[BaseException] = []
 
-    async def host() -> None:
-        try:
-            with scope, asked, given:
-                await producer(Consumer(asked, given))
-        except BaseException as error:
-            errors.append(error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-        finally:
-            ended.set()
+    async def produce() -> None:
+        with asked, given:
+            await producer(Consumer(asked, given))
 
-    task = asyncio.get_running_loop().create_task(host())  # held, and waited for below
+    work = _Work()
+    task = asyncio.get_running_loop().create_task(work.run(produce))  # held, and waited for below
     try:
         while True:
             try:
@@ -70,22 +149,11 @@ async def iterate(producer: Callable[[Consumer[T]], Awaitable[None]]) -> AsyncGe
                 break
             yield item
     finally:
-        scope.cancel()
+        had_ended = work.ended.is_set()
+        work.scope.cancel()
         ask.close()
         receive.close()
         with anyio.CancelScope(shield=True):
-            await ended.wait()
+            await work.ended.wait()
         del task
-    if errors:
-        raise first_error(errors[0])
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first leaf of a (nested) exception group; the others stay visible as notes."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [first_error(inner) for inner in error.exceptions]
-    first = leaves[0]
-    for other in leaves[1:]:
-        first.add_note(f"and also {type(other).__name__}: {other}")
-    return first
+        work.raise_first(leaving.error, had_ended=had_ended)

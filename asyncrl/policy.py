@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from asyncrl.endings import Endings
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner
@@ -138,7 +139,7 @@ class Policy:
         """
         if self._in_use:
             raise ConfigError("the policy is in use: one run at a time can train or sample it")
-        async with AsyncExitStack() as stack:
+        async with Endings() as stack:
             self._in_use = True
             stack.callback(self._free)
             sampler = self._sampler
@@ -185,7 +186,9 @@ class Policy:
     def _versions_directory(self, stack: AsyncExitStack) -> Path:
         if self._directory is not None:
             return self._directory
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-")))
+        temporary = tempfile.TemporaryDirectory(prefix="asyncrl-")
+        stack.callback(temporary.cleanup)
+        return Path(temporary.name)
 
     async def _leave_result(self, version: int) -> None:
         """What a publication from disk leaves by itself."""

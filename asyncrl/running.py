@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -28,14 +29,15 @@ def run(
 
     async def main() -> list[Step]:
         steps_done = []
-        async for step in trainer.run(rows, steps=steps):
-            steps_done.append(step)
-            if on_step is None:
-                continue
-            if inspect.iscoroutinefunction(on_step):
-                await on_step(step)
-            else:
-                await anyio.to_thread.run_sync(on_step, step)
+        async with contextlib.aclosing(trainer.run(rows, steps=steps)) as run:
+            async for step in run:
+                steps_done.append(step)
+                if on_step is None:
+                    continue
+                if inspect.iscoroutinefunction(on_step):
+                    await on_step(step)
+                else:
+                    await anyio.to_thread.run_sync(on_step, step)
         return steps_done
 
     return anyio.run(main)

@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 
 from asyncrl.checkpoint.stepbooks import StepBooks
+from asyncrl.endings import noted
 from asyncrl.engine import EngineSession
 from asyncrl.errors import NonFiniteError
 from asyncrl.events import (
@@ -127,8 +128,8 @@ class TrainerStep:
                 await self._end_without_gradient()
                 return False
             await self._update(steps)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
+        except BaseException as error:
+            with noted(error), anyio.CancelScope(shield=True):
                 await self._learner.discard_gradients()
             raise
         return True

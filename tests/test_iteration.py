@@ -5,7 +5,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from asyncrl.iteration import Consumer, first_error, iterate
+from asyncrl.endings import first_error
+from asyncrl.iteration import Consumer, iterate
 
 
 @pytest.mark.virtual_clock

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from asyncrl.checkpoint.seals import read_json, write_json
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import RunState
 from asyncrl.checkpoint.weights import SavedWeights
+from asyncrl.endings import Endings, note, noted
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.events import Events, MemberResumed, Notice
 from asyncrl.learning.base import Learner
@@ -58,7 +59,7 @@ class Checkpoints:
         self._step_thread = anyio.CapacityLimiter(1)
         self._thread = anyio.CapacityLimiter(1)
         self._weights = SavedWeights(self._directory / "weights", self._off_loop)
-        self._exit = AsyncExitStack()
+        self._exit = Endings()
         self._saved = (0, 0)
         # Step and version of the newest saved weights.
 
@@ -170,15 +171,21 @@ class Checkpoints:
         """
         with anyio.CancelScope(shield=True):
             failure: LearnerError | None = None
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._in_step_thread, partial(self._journal.draft, entry))
-                try:
-                    yield
-                except LearnerError as error:
-                    failure = error
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._in_step_thread, partial(self._journal.draft, entry))
+                    try:
+                        yield
+                    except LearnerError as error:
+                        failure = error
+            except Exception as error:
+                if failure is None:
+                    raise
+                note(failure, error)
             if failure is not None:
-                path = await self._in_step_thread(partial(self._journal.refuse, entry.n))
-                failure.add_note(f"its batch is in {path}")
+                with noted(failure):
+                    path = await self._in_step_thread(partial(self._journal.refuse, entry.n))
+                    failure.add_note(f"its batch is in {path}")
                 raise failure
             await self._in_step_thread(partial(self._commit, entry.n))
 

@@ -20,8 +20,8 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from asyncrl.endings import first_error
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
-from asyncrl.iteration import first_error
 
 __all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread"]
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import anyio
 
+from asyncrl.endings import WhenBegun, first_error
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.iteration import first_error
 from asyncrl.rollout.border import TurnResult
 from asyncrl.rollout.calls import blamed
 from asyncrl.rollout.tools import Tool
@@ -201,7 +201,7 @@ async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: E
     try:
         async with anyio.create_task_group() as tasks:
             for index in range(len(calls)):
-                tasks.start_soon(run, index)
+                tasks.start_soon(WhenBegun, run, index)
         return [replies[index] for index in range(len(calls))]
     except ExceptionGroup as group:
         failure = first_error(group)

@@ -57,11 +57,14 @@ class _Row:
     def __init__(self) -> None:
         self.length = 0
         self.first: BaseException | None = None
+        self.told = False
+        # ``first`` says already how many followed.
         self.counted = 0
 
     def end(self) -> None:
         self.length = 0
         self.first = None
+        self.told = False
 
     def add(self, mark: int, error: BaseException) -> None:
         if self.first is None:
@@ -127,5 +130,7 @@ class FailureBudget:
 
 def _noted(row: _Row, note: str) -> BaseException:
     assert row.first is not None
-    row.first.add_note(f"{note} (failures.consecutive)")
+    if not row.told:
+        row.told = True
+        row.first.add_note(f"{note} (failures.consecutive)")
     return row.first

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import anyio
 
+from asyncrl.endings import WhenBegun
 from asyncrl.errors import (
     EnvironmentFailure,
     InvalidValue,
@@ -133,7 +134,7 @@ class _GroupRun:
             if self._progress.lost is None:
                 for member in range(self._plan.size):
                     if member not in over:
-                        tasks.start_soon(self._run, member, name=name)
+                        tasks.start_soon(WhenBegun, self._run, member, name=name)
         error = self._progress.lost
         if error is None and len(self._progress.errors) == self._plan.size:
             error = self._progress.errors[0]

@@ -11,9 +11,9 @@ import anyio
 import pytest
 
 import asyncrl as rl
+from asyncrl.endings import first_error
 from asyncrl.errors import PublicationError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.events import MemberFailed, VersionPublished
-from asyncrl.iteration import first_error
 from asyncrl.testing import END
 from asyncrl.testing.server import Fault, GenerateCall, ScriptedServer
 from tests.faults.case import PROBE_TOKENS, One, ServerCase

@@ -1,0 +1,199 @@
+"""How things end: the first error is the one that is raised, and errors that come while something ends are notes on it.
+
+A context whose exit fails while an error is on its way would replace that error, and an exception group hides it
+among others. ``kept`` is for one context, ``Endings`` for a stack of them, ``noted`` for what an ``except`` block still
+has to do, ``FirstError`` for tasks beside each other. A cancellation is no error: what fails after one is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["Endings", "FirstError", "WhenBegun", "first_error", "is_cancellation", "kept", "note", "noted"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def is_cancellation(error: BaseException | None) -> bool:
+    """True if somebody only wanted an end."""
+    return isinstance(error, asyncio.CancelledError | GeneratorExit)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of a (nested) exception group; the others stay visible as notes."""
+    first, *others = _leaves(error)
+    for other in others:
+        note(first, other)
+    return first
+
+
+def note(first: BaseException, later: BaseException) -> None:
+    """Say on ``first`` that ``later`` came after it, with what ``later`` says itself."""
+    first = next(_leaves(first))
+    for leaf in _leaves(later):
+        if leaf is first or is_cancellation(leaf):
+            continue
+        text = "\n".join([f"and also {type(leaf).__name__}: {leaf}", *getattr(leaf, "__notes__", ())])
+        if text not in getattr(first, "__notes__", ()):
+            first.add_note(text)
+
+
+@contextmanager
+def noted(first: BaseException) -> Iterator[None]:
+    """What the block raises is a note on ``first``, which its ``except`` block then raises again.
+
+    If ``first`` is a cancellation it is raised. Whatever the block awaits has to be shielded.
+    """
+    try:
+        yield
+    except Exception as later:
+        if is_cancellation(first):
+            raise
+        note(first, later)
+
+
+@asynccontextmanager
+async def kept(context: AbstractAsyncContextManager[T]) -> AsyncGenerator[T, None]:
+    """``context``, but what its exit raises never replaces what its block has raised."""
+    first: BaseException | None = None
+    last: BaseException | None = None
+    try:
+        async with context as value:
+            try:
+                yield value
+            except BaseException as error:
+                first = error
+                raise
+    except BaseException as error:
+        if first is None or first is error or is_cancellation(first) or _holds(error, first):
+            raise
+        last = error
+    if first is not None and last is not None:
+        for later in _since(first, last):
+            note(first, later)
+        raise first  # here, where ``last`` is not its context
+
+
+class Endings(AsyncExitStack):
+    """A stack whose every exit is done; of all errors the first is raised, and the others are notes on it."""
+
+    async def enter_async_context(self, cm: AbstractAsyncContextManager[T, Any]) -> T:
+        """See ``AsyncExitStack``."""
+        return await super().enter_async_context(kept(cm))
+
+    def callback(self, callback: Callable[P, T], /, *args: P.args, **kwds: P.kwargs) -> Callable[P, T]:
+        """See ``AsyncExitStack``."""
+
+        async def call() -> None:
+            callback(*args, **kwds)
+
+        self.push_async_callback(call)
+        return callback
+
+    def push_async_callback(
+        self, callback: Callable[P, Awaitable[T]], /, *args: P.args, **kwds: P.kwargs
+    ) -> Callable[P, Awaitable[T]]:
+        """See ``AsyncExitStack``."""
+
+        async def close(kind: object, first: BaseException | None, traceback: object) -> None:
+            try:
+                await callback(*args, **kwds)
+            except BaseException as later:
+                if first is None or is_cancellation(first):
+                    raise
+                note(first, later)  # and the stack goes on with the first
+
+        self.push_async_exit(close)
+        return callback
+
+
+class WhenBegun(Coroutine[Any, Any, T]):
+    """``tasks.start_soon(WhenBegun, function, *args)``: the coroutine is made when its task begins.
+
+    A caller that leaves its loop by an error and ends the event loop cancels tasks that have not begun. anyio then
+    leaves their coroutines as they are, and Python warns of each that it was never awaited.
+    """
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> None:
+        self._function = function
+        self._args = args
+
+    def __repr__(self) -> str:
+        return f"WhenBegun({self._function!r})"
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._function(*self._args).__await__()
+
+    def send(self, value: Any) -> Any:
+        """Not used: it is awaited."""
+        raise NotImplementedError
+
+    def throw(self, *error: Any) -> Any:
+        """Not used: it is awaited."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class FirstError:
+    """Remembers which error left one of several tasks first.
+
+    A task group lists errors by when the tasks ended, and one that failed early may have had much to close. ``raised``
+    is around the group, ``watched`` around what its tasks do.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The block is the whole of such a task, or of a part whose end takes no time."""
+        try:
+            yield
+        except BaseException as error:
+            if self.error is None and not is_cancellation(error):
+                self.error = next(_leaves(error))
+            raise
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """An exception group leaves the block as its error that was first, with the others as notes."""
+        leaves: list[BaseException] = []
+        try:
+            yield
+        except BaseExceptionGroup as group:
+            leaves = list(_leaves(group))
+        if leaves:
+            first = next((leaf for leaf in leaves if leaf is self.error), leaves[0])
+            for leaf in leaves:
+                note(first, leaf)
+            raise first
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _holds(error: BaseException, first: BaseException) -> bool:
+    """``error`` is a group, or a group of groups, that says in which order ``first`` and others came."""
+    wanted = {id(leaf) for leaf in _leaves(first)}
+    return any(id(leaf) in wanted for leaf in _leaves(error))
+
+
+def _since(first: BaseException, last: BaseException) -> Iterator[BaseException]:
+    """What was raised after ``first``, newest last."""
+    chain: list[BaseException] = []
+    error: BaseException | None = last
+    while error is not None and error is not first and not any(error is seen for seen in chain):
+        chain.append(error)
+        error = error.__context__
+    yield from reversed(chain if error is first else chain[:1])
