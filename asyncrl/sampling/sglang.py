@@ -130,16 +130,17 @@ class SGLang:
             client = await stack.enter_async_context(open_client(self._transport))
             fleet = Fleet(client, self._options(), self)
             await fleet.require(urls)
-            async with anyio.create_task_group() as tasks:
-                fleet.start(tasks)
-                self._fleet = fleet
-                try:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    fleet.start(tasks)
+                    self._fleet = fleet
                     if isinstance(self._source, ChangingSource):
                         tasks.start_soon(follow, self._source, self)
                     yield self
-                finally:
-                    self._fleet = None
-                tasks.cancel_scope.cancel()
+                    tasks.cancel_scope.cancel()
+            finally:
+                # Not before everything in the background has ended: until then it may need its servers.
+                self._fleet = None
 
     async def sample(self, request: SegmentRequest) -> Segment:
         """Sample one segment; see ``Sampler``."""

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 
 __all__ = ["STALE_S", "TRANSPORT_ERRORS", "Client", "open_client", "require_open_files", "was_stale"]
 
-TRANSPORT_ERRORS = (httpx.TransportError, aiohttp.ClientError)
+TRANSPORT_ERRORS = (httpx.TransportError, httpx.DecodingError, aiohttp.ClientError)
 """The request or its answer was lost. A few of aiohttp's errors come through the bridge as they are."""
 
 _KEEP_ALIVE_S = 4
