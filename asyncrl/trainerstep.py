@@ -212,11 +212,11 @@ class TrainerStep:
             self.optimized = await self._learner.optimizer_step(settings, divisor=self.assembly.divisor)
         # From here to the end of the commit there is no await.
         version = self._session.clock.commit()
-        self._admission.settle(version)
+        self._settle(version)
         now = anyio.current_time()
         self._session.events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
         self._session.events.emit(VersionCommitted(time=now, version=version))
-        self._consume(consumed)
+        self._tell(consumed)
         self.times.end("optimizer")
         await self._session.policy.publisher.stage(version)
         self.times.end("publication")
@@ -227,8 +227,8 @@ class TrainerStep:
         if self.groups:
             async with self._written(None, consumed):
                 pass
-        self._consume(consumed)
-        self._admission.settle(None)
+        self._settle(None)
+        self._tell(consumed)
 
     def _written(
         self, settings: OptimizerSettings | None, consumed: Sequence[GroupConsumed]
@@ -245,11 +245,15 @@ class TrainerStep:
             settings=settings,
         )
 
-    def _consume(self, consumed: Sequence[GroupConsumed]) -> None:
-        """Report what became of the members."""
+    def _settle(self, version: int | None) -> None:
+        """The step has happened, in every book, before anybody is told: an observer may raise."""
+        self._admission.settle(version)
         self.is_committed = bool(self.groups)
         if self._books is not None:
             self._books.commit(self.n, self.groups)
+
+    def _tell(self, consumed: Sequence[GroupConsumed]) -> None:
+        """Report what became of the members."""
         for event in consumed:
             self._session.events.emit(event)
 

@@ -20,7 +20,7 @@ from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.ledger import Ledger
+from asyncrl.scheduling.ledger import Ledger, LedgerTotals
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.types import Group
 
@@ -92,11 +92,20 @@ class Capture:
             version=self.clock.committed,
             admitted=self.admission.admitted,
             dropped=self.admission.dropped,
-            totals=copy.deepcopy(self.ledger.totals),
+            totals=self._totals(len(groups)),
             groups=groups,
             sums=self.recorder.sums(),
             rollout_keys=tuple(self.rollout_keys),
         )
+
+    def _totals(self, open: int) -> LedgerTotals:
+        """The ledger's. An observer that raised may have kept the last events from it; the owners know better."""
+        totals = copy.deepcopy(self.ledger.totals)
+        untold = self.admission.dropped - totals.dropped.total()
+        totals.dropped.update(reason for _, reason in self.dropped[len(self.dropped) - untold :])
+        totals.admitted = self.admission.admitted
+        totals.consumed = totals.admitted - totals.dropped.total() - open
+        return totals
 
     def restore(self, state: RunState) -> None:
         """Give ``state`` to the owners, which are new. Unfinished groups are in ``progress``; they are to be run."""

@@ -230,6 +230,8 @@ class _GroupRun:
             self._tasks.cancel_scope.cancel()
 
     async def _attempt(self, traj: Trajectory) -> None:
+        if traj.reward is not None or traj.dropped is not None:
+            return  # it had ended, and an earlier process was closing its environment
         activities, now = self._context.activities, self._context.now
         env = self._factory.create()
         activities[traj.id] = (traj, "reset", now())

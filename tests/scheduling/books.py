@@ -14,6 +14,7 @@ from asyncrl.events import (
     Event,
     GroupAdmitted,
     GroupBorn,
+    GroupConsumed,
     GroupFinished,
     StepFinished,
     VersionCommitted,
@@ -69,7 +70,7 @@ class Books:
             case VersionCommitted(version=version):
                 self._unpublished[version] = self._batch
                 self._batch = 0
-            case StepFinished():
+            case GroupConsumed() | StepFinished():
                 self._batch = 0  # without a gradient there is no version to wait for
             case VersionPublished(version=version):
                 self._unpublished.pop(version, None)
