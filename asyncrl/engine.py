@@ -199,6 +199,8 @@ class RolloutEngine:
         self._environment_timeout_s = environment_timeout
         self._trajectory_timeout_s = math.inf if trajectory_timeout is None else trajectory_timeout
         _check_sampling(self.settings)
+        if type(seed) is not int or not abs(seed) < 2**63:
+            raise ConfigError.for_value("seed", seed, "an integer of at most 64 bits")
         policy.check_kv_cache(self.settings.kv_cache)
         if not environment_timeout > 0:
             raise ConfigError.for_value("environment_timeout", environment_timeout, "more than 0 seconds")

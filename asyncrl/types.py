@@ -181,6 +181,7 @@ class Trajectory:
     member: int
     row: Row
     seed: int
+    """From 0 to 2**31 - 1, its own; for whatever its environment draws. Each request has another."""
     attempt: int = 1
     """How often this member was begun; earlier attempts failed, or their group was rolled out anew."""
     messages: list[Message] = field(default_factory=list)

@@ -29,6 +29,7 @@ LAYERS = {
     "asyncrl.errors": 0,
     "asyncrl.events": 0,
     "asyncrl.plain": 0,
+    "asyncrl.seeds": 0,
     "asyncrl.scheduling.rules": 1,
     "asyncrl.sampling.base": 1,
     "asyncrl.learning.base": 1,

@@ -11,6 +11,7 @@ import anyio
 from asyncrl.events import GroupDropped, Notice
 from asyncrl.plain import copied, error_text
 from asyncrl.scheduling.rules import GroupCompletion
+from asyncrl.seeds import derived
 from asyncrl.types import DropReason, Group, Row, Trajectory
 
 __all__ = ["FailedGroup", "GroupPlan", "unsampled"]
@@ -33,16 +34,17 @@ class GroupPlan:
 
     def member(self, member: int, attempt: int = 1) -> Trajectory:
         """A fresh trajectory for that place in the group, with a copy of the row: what an environment does to it, the
-        others do not see. Seeds never repeat within a group.
+        others do not see.
 
-        Another attempt draws anew: what the model wrote may be what the machinery could not bear.
+        Another attempt draws anew: what the model wrote may be what the machinery could not bear. All evaluations draw
+        the same, so that they differ by the policy only.
         """
         return Trajectory(
             id=f"{self.prefix}{self.index:06d}-{member:03d}",
             group=self.index,
             member=member,
             row=copied(self.row),
-            seed=(self.seed + self.index * 1_000_003 + member + (attempt - 1) * 15_485_863) % 2**31,
+            seed=derived(self.seed, "evaluation" if self.prefix else "training", self.index, member, attempt),
             attempt=attempt,
         )
 

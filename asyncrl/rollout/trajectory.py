@@ -28,6 +28,7 @@ from asyncrl.sampling.base import Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
 from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
+from asyncrl.seeds import derived
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
 __all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "go_on", "grade", "leave_version"]
@@ -211,7 +212,7 @@ def _request(
         top_k=settings.top_k,
         stop=context.renderer.stop,
         stop_token_ids=context.renderer.stop_token_ids,
-        seed=(traj.seed + traj.segments * 104_729) % 2**31,
+        seed=derived(traj.seed, traj.group, traj.member, traj.attempt, traj.segments),
         adapter=address.adapter,
         extra_key=address.extra_key,
         anchor=placed.anchor,

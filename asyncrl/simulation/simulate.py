@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.events import Event, Events, StepFinished
 from asyncrl.observe.metrics import percentile
 from asyncrl.policy import Policy
+from asyncrl.seeds import derived
 from asyncrl.simulation.grid import Point
 from asyncrl.simulation.parts import SimulatedLearner, SimulatedPublisher, SimulatedSampler
 from asyncrl.simulation.playback import CountingRenderer, Playback, ScriptedEnv
@@ -136,14 +137,14 @@ class _StepLog:
 def _trainer(recipe: Recipe, point: Point, workload: Workload, rows: Sequence[GroupScript], seed: int) -> AsyncTrainer:
     playback = Playback(rows)
     lora = recipe.model.lora
-    sampler = SimulatedSampler(playback, workload.sampling, source=random.Random(seed))
+    sampler = SimulatedSampler(playback, workload.sampling, source=random.Random(derived(seed, "sampler")))
     station, rank = sampler.station, None if lora is None else lora.r
     lead, _ = around_steady(point.max_staleness)
     policy = Policy(
-        SimulatedLearner(workload, station, random.Random(seed + 1), lora_rank=rank, lead=lead),
+        SimulatedLearner(workload, station, random.Random(derived(seed, "learner")), lora_rank=rank, lead=lead),
         sampler=sampler,
         publisher=SimulatedPublisher(
-            workload, station, random.Random(seed + 2), pins_versions=lora is not None, lead=lead
+            workload, station, random.Random(derived(seed, "publisher")), pins_versions=lora is not None, lead=lead
         ),
     )
     engine = RolloutEngine(
