@@ -12,6 +12,7 @@
     * ProtocolError: the server answered something that must not be trained
   * PublicationError: a version could not be made live
     * ProbeMismatch: server and learner disagree about the published policy
+    * WeightsOverwritten: another run keeps writing its weights to the same servers
   * LearnerError: the training side
     * NonFiniteError: loss or gradient is NaN or infinite
   * CheckpointError: a run directory whose state cannot be used
@@ -42,6 +43,7 @@ __all__ = [
     "SamplingError",
     "ServerUnavailable",
     "StalenessError",
+    "WeightsOverwritten",
 ]
 
 
@@ -110,6 +112,10 @@ class PublicationError(AsyncRLError):
 
 class ProbeMismatch(PublicationError):
     """After a publication, server and learner gave different log-probabilities for the probe prompt."""
+
+
+class WeightsOverwritten(PublicationError):
+    """Another run keeps writing its weights to the servers of this one; the message names it."""
 
 
 class LearnerError(AsyncRLError):

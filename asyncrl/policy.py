@@ -20,11 +20,13 @@ from asyncrl.publishing.base import BUCKET_BYTES, Publication, Publisher
 from asyncrl.publishing.carriers import Carrier, DiskCarrier, TensorCarrier
 from asyncrl.publishing.distributed import DistributedCarrier
 from asyncrl.publishing.full import FullPublisher, check_pause_mode
+from asyncrl.publishing.home import owned, run_of
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe, model_vocab_size
 from asyncrl.publishing.rolling import RollingPublisher
 from asyncrl.publishing.staging import Folders
 from asyncrl.sampling.base import Sampler
+from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.launch import EmbeddedServer
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
@@ -34,6 +36,8 @@ __all__ = ["OpenPolicy", "Policy"]
 
 _PHASES = 5
 # Of a publication through a process group: waiting for pauses, joining, sending; and once more, server by server.
+_LEAVE_S = 5.0
+# For unloading what servers need no longer when the run ends.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class Policy:
     result. None is a temporary folder. With another ``publication`` than "disk" it gets the result only.
     ``publication``: how versions reach the servers. "tensors" and "distributed" need no common file system.
     ``bucket_bytes``: of one piece of the weights on these ways.
-    ``name``: prefix of adapter names on the servers; runs that share servers need different ones.
+    ``name``: how the names of adapters begin on the servers. What tells runs apart comes after it.
     ``pause_mode``: what an update of all weights does to requests under way.
     ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
     after a publication; the default is for float32 on both sides.
@@ -95,6 +99,7 @@ class Policy:
         self._publisher = publisher
         self._directory = None if directory is None else Path(directory).resolve()
         self._name = name
+        self._resumed_in: Path | None = None
         self._sampler_threads = sampler_threads
         self._publication = publication
         self._bucket_bytes = bucket_bytes
@@ -119,9 +124,13 @@ class Policy:
         return self.learner.lora_rank is not None or (many and kv_cache is None)
 
     def keep_versions_in(self, directory: Path) -> None:
-        """Write published versions there, unless the policy was given a folder of its own."""
+        """Write published versions there, unless the policy was given a folder of its own.
+
+        Whoever uses ``directory`` again is the same run, resumed.
+        """
+        self._resumed_in = directory.resolve()
         if self._directory is None:
-            self._directory = directory.resolve()
+            self._directory = self._resumed_in
 
     def check_kv_cache(self, kv_cache: KVCache | None) -> None:
         """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
@@ -142,6 +151,7 @@ class Policy:
         async with Endings() as stack:
             self._in_use = True
             stack.callback(self._free)
+            writer = Writer() if self._publisher else await anyio.to_thread.run_sync(self._own, stack)
             sampler = self._sampler
             if isinstance(sampler, SGLang):
                 stack.callback(sampler.events.subscribe(events.emit))
@@ -161,7 +171,9 @@ class Policy:
             if self._starts_servers:
                 await stack.enter_async_context(sampler.opened())
             await loaded.wait()
-            publisher = self._publisher or await self._make_publisher(sampler, stack, kv_cache)
+            publisher = self._publisher or await self._make_publisher(sampler, stack, kv_cache, writer)
+            if isinstance(publisher, LoraPublisher) and not self._starts_servers:
+                stack.push_async_callback(_leave, publisher)
             yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
             if isinstance(publisher, FullPublisher | LoraPublisher | RollingPublisher) and self._publication != "disk":
                 await self._leave_result(publisher.newest)
@@ -175,6 +187,12 @@ class Policy:
         """Let the client refuse ids outside of the vocabulary, which some servers do not survive."""
         if sampler.vocab_size is None and self._publisher is None:
             sampler.vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
+
+    def _own(self, stack: AsyncExitStack) -> Writer:
+        """Take the folder of the versions into use; whose versions they are."""
+        if self._directory is not None:
+            stack.enter_context(owned(self._directory))
+        return Writer() if self._resumed_in is None else Writer(run=run_of(self._resumed_in))
 
     def _free(self) -> None:
         self._in_use = False
@@ -190,37 +208,56 @@ class Policy:
         stack.callback(temporary.cleanup)
         return Path(temporary.name)
 
+    @property
+    def _owns_leftovers(self) -> bool:
+        """True if versions that are on disk already are this run's, from before it was resumed."""
+        return self._resumed_in is not None and self._directory == self._resumed_in
+
     async def _leave_result(self, version: int) -> None:
         """What a publication from disk leaves by itself."""
         if self._directory is not None and version >= 0:
             await Folders(self.learner, self._directory).stage(version)
 
-    async def _make_publisher(self, sampler: Sampler, stack: AsyncExitStack, kv_cache: KVCache | None) -> Publisher:
+    async def _make_publisher(
+        self, sampler: Sampler, stack: AsyncExitStack, kv_cache: KVCache | None, writer: Writer
+    ) -> Publisher:
         if not isinstance(sampler, SGLang):
             raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
         make_probe = partial(Probe.for_model, self.learner.model_path, tolerance=self._probe_tolerance)
         probe = await anyio.to_thread.run_sync(make_probe)
         if self.learner.lora_rank is not None:
             adapters = (
-                DiskAdapters(self.learner, self._versions_directory(stack))
+                DiskAdapters(self.learner, self._versions_directory(stack), own=self._owns_leftovers)
                 if self._publication == "disk"
                 else TensorAdapters(self.learner)
             )
-            return LoraPublisher(self.learner, sampler, adapters, self._name, probe=probe)
+            return LoraPublisher(self.learner, sampler, adapters, self._name, probe=probe, writer=writer)
         carrier = self._carrier(sampler, stack)
         if kv_cache is None and len(sampler.urls) > 1:
-            return RollingPublisher(self.learner, sampler, carrier, probe=probe)
+            return RollingPublisher(self.learner, sampler, carrier, probe=probe, writer=writer)
         return FullPublisher(
-            self.learner, sampler, carrier, pause_mode=self._pause_mode, kv_cache=kv_cache, probe=probe
+            self.learner,
+            sampler,
+            carrier,
+            pause_mode=self._pause_mode,
+            kv_cache=kv_cache,
+            probe=probe,
+            writer=writer,
         )
 
     def _carrier(self, sampler: SGLang, stack: AsyncExitStack) -> Carrier:
         """How all weights travel."""
         if self._publication == "disk":
-            return DiskCarrier(self.learner, self._versions_directory(stack))
+            return DiskCarrier(self.learner, self._versions_directory(stack), own=self._owns_leftovers)
         if self._publication == "tensors":
             return TensorCarrier(self.learner, bucket_bytes=self._bucket_bytes)
         phase_s = sampler.timeouts.publication_s / _PHASES
         carrier = DistributedCarrier(self.learner, phase_s=phase_s, bucket_bytes=self._bucket_bytes)
         stack.push_async_callback(carrier.close)
         return carrier
+
+
+async def _leave(publisher: LoraPublisher) -> None:
+    """Servers of somebody else's go on without us."""
+    with anyio.move_on_after(_LEAVE_S, shield=True):
+        await publisher.leave()

@@ -20,7 +20,7 @@ import anyio.to_thread
 from asyncrl.checkpoint.files import locked, reading, sweep
 from asyncrl.checkpoint.journal import Journal, JournalEntry
 from asyncrl.checkpoint.options import Checkpointing
-from asyncrl.checkpoint.recovery import Recovery, begin_late_anew, find_versions, renew_unsampled
+from asyncrl.checkpoint.recovery import Recovery, begin_late_anew, find_versions, renew_unsampled, require_versions
 from asyncrl.checkpoint.runfile import RunFile
 from asyncrl.checkpoint.seals import read_json, write_json
 from asyncrl.checkpoint.snapshots import Snapshots
@@ -95,6 +95,7 @@ class Checkpoints:
             events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys=keys))
         if self.steps_before is None:
             return version
+        require_versions(self.state)
         renew_unsampled(self.state)
         if plan.stale_policy == "wait":
             for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):

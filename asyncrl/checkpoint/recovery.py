@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 import anyio
 
 from asyncrl.checkpoint.state import RunState, started_anew
+from asyncrl.errors import CheckpointError
 from asyncrl.events import Event, Events, MemberResumed
 from asyncrl.publishing.base import Publisher, VersionKeeper
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import Trajectory
 
-__all__ = ["Recovery", "begin_late_anew", "find_versions", "renew_unsampled"]
+__all__ = ["Recovery", "begin_late_anew", "find_versions", "renew_unsampled", "require_versions"]
 
 
 class Recovery:
@@ -67,6 +68,19 @@ def begin_late_anew(state: RunState, *, groups_per_step: int) -> list[dict[str, 
         late.append({"group": group.index, "due": due, "version": state.version, "generated_tokens": tokens})
         group.begin_anew(started_anew(group.index, group.renewed, group.progress or GroupProgress()))
     return late
+
+
+def require_versions(state: RunState) -> None:
+    """Raise ``CheckpointError`` if something was sampled by a version that the run has not made."""
+    for group in state.groups.values():
+        for traj in group.members:
+            found = {span.version for span in traj.spans} | {traj.version, traj.anchor}
+            bad = [version for version in found if version is not None and not 0 <= version <= state.version]
+            if bad:
+                raise CheckpointError(
+                    f"the saved state has tokens of version {bad[0]} in group {group.index}, but the run is at version "
+                    f"{state.version}: its files are not of one run"
+                )
 
 
 def renew_unsampled(state: RunState) -> int:

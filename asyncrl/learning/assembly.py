@@ -209,6 +209,11 @@ class StepAssembly:
         """A generated span is young enough."""
         if span.version is None:
             raise StalenessError(f"trajectory {member.id} has a generated span without a version")
+        if not 0 <= span.version <= self._version:
+            raise StalenessError(
+                f"trajectory {member.id} has a segment of version {span.version}, which was not made yet: the run is "
+                f"at version {self._version}"
+            )
         if self._max_staleness is None or self._version - span.version <= self._max_staleness:
             return True
         if not self._mask_stale:

@@ -41,10 +41,10 @@ class Carrier(Protocol):
 
 
 class DiskCarrier:
-    """Each server reads the version's folder, which has the same path there."""
+    """Each server reads the version's folder, which has the same path there. ``own``: see ``Folders``."""
 
-    def __init__(self, learner: Learner, directory: Path) -> None:
-        self.store = Folders(learner, directory)
+    def __init__(self, learner: Learner, directory: Path, *, own: bool = False) -> None:
+        self.store = Folders(learner, directory, own=own)
 
     async def update(self, server: ServerControl, version: int, label: str, together: Round) -> None:
         """See ``Carrier``."""

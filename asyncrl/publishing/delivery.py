@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import anyio
 
-from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable
+from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, WeightsOverwritten
 from asyncrl.publishing.staging import Release
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
@@ -118,7 +118,7 @@ class Delivery:
             for server in servers:
                 tasks.start_soon(self._deliver, server, release, together)
         for failure in self._failures.values():
-            if isinstance(failure, ProbeMismatch):
+            if isinstance(failure, ProbeMismatch | WeightsOverwritten):
                 raise failure
         try:
             # A server that returns meanwhile was restored to this release, because that was set first.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from asyncrl.errors import ConfigError, ProtocolError, SamplingError
+from asyncrl.errors import ConfigError, SamplingError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import Carrier
@@ -21,6 +21,7 @@ from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Folders, Release, Staging
 from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.scheduling.rules import KVCache
@@ -71,7 +72,7 @@ class FullPublisher:
     far as the prefix cache does not have it, ``in_place`` lets them go on with the context of the old ones, ``abort``
     ends them with what they have.
     ``kv_cache``: how old a prefix may be that requests reuse; None if no request should cross an update.
-    ``probe``: None makes one for the learner's model.
+    ``probe``: None makes one for the learner's model. ``writer``: whose weights they are; None is a run of its own.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class FullPublisher:
         pause_mode: PauseMode = "retract",
         kv_cache: KVCache | None = None,
         probe: Probe | None = None,
+        writer: Writer | None = None,
     ) -> None:
         check_pause_mode(pause_mode, kv_cache)
         self._sampler = sampler
@@ -95,6 +97,7 @@ class FullPublisher:
         self._releases: dict[int, Release] = {}
         self._delivery = Delivery(sampler, self._install)
         sampler.in_place_updates = pause_mode == "in_place"
+        sampler.labels.claim(writer or Writer())
 
     @property
     def pins_versions(self) -> bool:
@@ -138,7 +141,7 @@ class FullPublisher:
             mode, prefixes = "retract", Prefixes(flush=True, oldest_anchor=None)
         elif prefixes.oldest_anchor is not None:
             await self._sampler.abort_older(server.url, prefixes.oldest_anchor)
-        label = str(release.version)
+        label = self._sampler.labels.give(release.version)
         await replace_weights(
             self._sampler,
             server,
@@ -170,12 +173,10 @@ async def replace_weights(
         await update()
         if flush:
             await server.flush()
-        found = await server.weight_label()
-        if found != label:
-            raise ProtocolError(f"{server.url} holds weights {found!r} after an update to {label!r}")
+        sampler.labels.verify(server.url, await server.weight_label(), label)
     except BaseException as error:
         # The weights may be half replaced: no request may go on under them, so this comes before continue_.
-        sampler.quarantine(server.url, f"its update to version {label} failed: {error!r}")
+        sampler.quarantine(server.url, f"its update to {label} failed: {error!r}")
         with anyio.CancelScope(shield=True), suppress(SamplingError):
             await server.continue_()
         raise

@@ -9,25 +9,26 @@ after it was unloaded, and one that comes back is given every version in use.
 from __future__ import annotations
 
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
-from asyncrl.errors import ConfigError, RequestRefused, SamplingError, StalenessError
+from asyncrl.errors import ConfigError, ProbeMismatch, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import is_local
 from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Copies, Folders, Release, Staging, Store
+from asyncrl.publishing.unloading import Unloading
 from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
 
 __all__ = ["AdapterCarrier", "DiskAdapters", "LoraPublisher", "TensorAdapters"]
@@ -51,10 +52,10 @@ class AdapterCarrier(Protocol):
 
 
 class DiskAdapters:
-    """Each server reads the version's folder, which has the same path there."""
+    """Each server reads the version's folder, which has the same path there. ``own``: see ``Folders``."""
 
-    def __init__(self, learner: Learner, directory: Path) -> None:
-        self.store = Folders(learner, directory)
+    def __init__(self, learner: Learner, directory: Path, *, own: bool = False) -> None:
+        self.store = Folders(learner, directory, own=own)
 
     async def load(self, server: ServerControl, name: str, version: int) -> None:
         """See ``AdapterCarrier``."""
@@ -88,27 +89,37 @@ class LoraPublisher:
     """Publishes the learner's adapter to the servers of ``sampler``.
 
     ``carrier``: how it travels.
-    ``run_name``: runs that share servers need different ones; left-over adapters of an earlier process of the same run
-    are unloaded. ``probe``: None makes one for the learner's model.
+    ``name``: how adapters' names begin, for whoever reads them. ``probe``: None makes one for the learner's model.
+    ``writer``: whose adapters they are; None is a run of its own. Left-over adapters of an earlier process of the same
+    run are unloaded, those of other runs never.
     """
 
     def __init__(
-        self, learner: Learner, sampler: SGLang, carrier: AdapterCarrier, run_name: str, *, probe: Probe | None = None
+        self,
+        learner: Learner,
+        sampler: SGLang,
+        carrier: AdapterCarrier,
+        name: str,
+        *,
+        probe: Probe | None = None,
+        writer: Writer | None = None,
     ) -> None:
-        if not _NAME.fullmatch(run_name):
-            raise ConfigError.for_value("policy.name", run_name, "letters, digits, '.', '_' and '-'")
+        if not _NAME.fullmatch(name):
+            raise ConfigError.for_value("policy.name", name, "letters, digits, '.', '_' and '-'")
+        writer = writer or Writer()
         self._sampler = sampler
         self._carrier = carrier
         self._staging = Staging(learner, carrier.store, probe)
         # A name is never used twice, not even by a run that resumes: servers may remember what it was.
-        self._prefix = f"{run_name}-{uuid.uuid4().hex[:8]}"
-        self._ours = re.compile(re.escape(run_name) + r"-[0-9a-f]{8}-v\d+")
+        self._prefix = f"{name}-{writer.run}-{writer.process}"
+        self._ours = re.compile(rf"{re.escape(name)}-{writer.run}-[0-9a-f]{{8}}-v\d+")
         self._releases: dict[int, Release] = {}
         self.newest = -1
         """The newest published version; -1: none."""
         self._holders: Counter[int] = Counter()
-        self._unloading: set[str] = set()
+        self._unloading = Unloading(sampler, self._staging.remove)
         self._delivery = Delivery(sampler, self._install)
+        sampler.labels.claim(writer)
 
     @property
     def pins_versions(self) -> bool:
@@ -122,11 +133,12 @@ class LoraPublisher:
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """See ``VersionKeeper``. Only adapters on disk outlive a process."""
         store = self._carrier.store
-        adopted = await store.adopt(versions) if isinstance(store, Folders) else frozenset[int]()
-        for version in adopted:
-            # Nobody compares an older version with the probe again.
-            self._releases[version] = Release(version=version, reference=np.empty(0, dtype=np.float32))
-        return adopted
+        adopted = await store.adopt(versions) if isinstance(store, Folders) else {}
+        for version, reference in adopted.items():
+            self._releases[version] = Release(version=version, reference=reference)
+            if reference is None:
+                self._sampler.notice("version_not_checked", version=version, reason="nothing was kept to compare with")
+        return frozenset(adopted)
 
     async def publish(self, version: int) -> float:
         """Load the staged adapter everywhere; see ``Publisher``."""
@@ -152,60 +164,53 @@ class LoraPublisher:
             del self._holders[version]
             self._retire_unused()
 
+    async def leave(self) -> None:
+        """Unload from all servers in use what this run has loaded there; what fails is left."""
+
+        async def leave(server: ServerControl) -> None:
+            with suppress(SamplingError):
+                for name in sorted(await server.adapters()):
+                    if self._ours.fullmatch(name):
+                        await server.unload_adapter(name)
+
+        async with anyio.create_task_group() as tasks:
+            for server in self._sampler.live:
+                tasks.start_soon(leave, server)
+
     def _name(self, version: int) -> str:
         return f"{self._prefix}-v{version}"
 
     async def _install(self, server: ServerControl, release: Release, together: Round) -> float:
-        """Load what the server lacks, check the newest, and sweep out what nobody will ask for again."""
+        """Load what the server lacks, check it, and sweep out what nobody will ask for again."""
+        below = await server.weight_label()
         # Asking first, because the answer to an earlier load may have been lost after the server had done it.
         loaded = await server.adapters()
-        for wanted in list(self._releases.values()):
-            if wanted.version <= release.version and self._name(wanted.version) not in loaded:
-                await self._carrier.load(server, self._name(wanted.version), wanted.version)
-        adapter = self._name(release.version)
-        difference = await self._staging.check(server, release, adapter=adapter)
-        wanted_names = {self._name(version) for version in self._releases} | self._unloading
-        for name in sorted(loaded - wanted_names):
-            if self._ours.fullmatch(name):
-                self._sampler.spawn(partial(self._unload, server, name))
-        return difference
+        wanted = [wanted for wanted in self._releases.values() if wanted.version <= release.version]
+        unchecked = [release]
+        for other in wanted:
+            missing = self._name(other.version) not in loaded
+            if missing:
+                await self._carrier.load(server, self._name(other.version), other.version)
+            if other is not release and (missing or together.returning):
+                # The server may be another program than the one that was compared when this version was published.
+                unchecked.append(other)
+        differences = [await self._check(server, other, below) for other in unchecked]
+        self._sampler.labels.hold(server.url, below)
+        ours = {self._name(version) for version in self._releases}
+        self._unloading.sweep(server, [name for name in loaded - ours if self._ours.fullmatch(name)])
+        return differences[0]
+
+    async def _check(self, server: ServerControl, release: Release, below: str) -> float:
+        try:
+            return await self._staging.check(server, release, adapter=self._name(release.version))
+        except ProbeMismatch as error:
+            raise ProbeMismatch(f"{error}; the weights below the adapter are labelled {below!r}") from error
 
     def _retire_unused(self) -> None:
         published = sorted(version for version in self._releases if version <= self.newest)
         for version in published[:-_KEPT]:
             if version not in self._holders:
-                self._sampler.spawn(partial(self._retire, self._releases.pop(version)))
-
-    async def _retire(self, release: Release) -> None:
-        name = self._name(release.version)
-        kept: list[str] = []
-
-        async def unload(server: ServerControl) -> None:
-            if not await self._unload(server, name):
-                kept.append(server.url)
-
-        self._unloading.add(name)
-        async with anyio.create_task_group() as tasks:
-            for server in self._sampler.live:
-                tasks.start_soon(unload, server)
-        self._unloading.discard(name)
-        if not kept:
-            await self._staging.remove(release)
-
-    async def _unload(self, server: ServerControl, name: str) -> bool:
-        """True if ``server`` let go of the adapter. What it still has is tried again at the next installation."""
-        try:
-            with anyio.fail_after(self._sampler.timeouts.publication_s):
-                try:
-                    await server.unload_adapter(name)
-                except RequestRefused:
-                    # A sweep may meet what was unloaded since it looked.
-                    if name in await server.adapters():
-                        raise
-        except (SamplingError, TimeoutError) as error:
-            self._sampler.notice("adapter_not_unloaded", url=server.url, adapter=name, reason=repr(error))
-            return False
-        return True
+                self._unloading.retire(self._name(version), self._releases.pop(version))
 
 
 def _payload(weights: Mapping[str, Any], by_handle: bool) -> tuple[object, str]:

@@ -14,7 +14,14 @@ from functools import partial
 
 import anyio
 
-from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, StalenessError
+from asyncrl.errors import (
+    ProbeMismatch,
+    PublicationError,
+    SamplingError,
+    ServerUnavailable,
+    StalenessError,
+    WeightsOverwritten,
+)
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import Carrier
@@ -23,6 +30,7 @@ from asyncrl.publishing.full import replace_weights
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Release, Staging
 from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
 
 __all__ = ["RollingPublisher", "may_change"]
@@ -56,14 +64,23 @@ def may_change(serving: Mapping[str, int], held: Collection[int], newest: int) -
 class RollingPublisher:
     """Publishes all weights to the servers of ``sampler``, which must be at least two.
 
-    ``carrier``: how they travel. ``probe``: None makes one for the learner's model.
+    ``carrier``: how they travel. ``probe``: None makes one for the learner's model. ``writer``: whose weights they are;
+    None is a run of its own.
 
     With every server at another version that is held, a publication waits until one is let go. With one server left it
     waits until nobody holds any; a trajectory that starts while that server changes waits for what it asked for, until
     the client's outage limit, and is tried again.
     """
 
-    def __init__(self, learner: Learner, sampler: SGLang, carrier: Carrier, *, probe: Probe | None = None) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        sampler: SGLang,
+        carrier: Carrier,
+        *,
+        probe: Probe | None = None,
+        writer: Writer | None = None,
+    ) -> None:
         self._sampler = sampler
         self._carrier = carrier
         self._staging = Staging(learner, carrier.store, probe)
@@ -77,7 +94,8 @@ class RollingPublisher:
         # Servers that are being changed, and to what.
         self._locks: dict[str, anyio.Lock] = {}
         self._differences: dict[int, float] = {}
-        self._mismatch: ProbeMismatch | None = None
+        self._mismatch: ProbeMismatch | WeightsOverwritten | None = None
+        sampler.labels.claim(writer or Writer())
         sampler.restore_with(self._restore)
 
     @property
@@ -170,7 +188,7 @@ class RollingPublisher:
             with anyio.fail_after(limit_s):
                 await self._install(server, release)
         except (SamplingError, PublicationError, TimeoutError) as error:
-            if isinstance(error, ProbeMismatch):
+            if isinstance(error, ProbeMismatch | WeightsOverwritten):
                 self._mismatch = error
             reason = str(error) or f"it did not take version {release.version} within {limit_s:g} s"
             self._sampler.quarantine(server.url, reason)
@@ -205,7 +223,7 @@ class RollingPublisher:
 
     async def _install(self, server: ServerControl, release: Release) -> None:
         """Replace the weights of a server that has no request of ours."""
-        label = str(release.version)
+        label = self._sampler.labels.give(release.version)
         alone = Round([server.url], returning=True)
         # A change and a return may meet on one server; pauses and updates of the two must not interleave.
         async with self._locks.setdefault(server.url, anyio.Lock()):

@@ -6,14 +6,17 @@ What is kept depends on how it will travel: ``Folders`` on disk, or ``Copies`` i
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
+import numpy as np
+import orjson
 
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.probe import Probe
@@ -22,21 +25,29 @@ from asyncrl.types import FloatArray
 
 __all__ = ["Copies", "Folders", "Release", "Staging", "Store"]
 
+T = TypeVar("T")
+_FOLDER = re.compile(r"(\.)?v(?P<version>[0-9]{6,18})(?P<partial>\.partial)?")
+_REFERENCE = "probe.json"
+# Beside the weights of a version: what the learner says about the probe tokens. Servers do not look at it.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Release:
     """A staged version."""
 
     version: int
-    reference: FloatArray
-    """(T - 1,) the learner's log-probabilities of the probe tokens."""
+    reference: FloatArray | None
+    """(T - 1,) the learner's log-probabilities of the probe tokens; None if an earlier process has not left them."""
 
 
 class Store(Protocol):
     """Keeps staged versions. Real: ``Folders``, ``Copies``."""
 
-    async def stage(self, version: int) -> None:
-        """Keep the learner's current parameters as ``version``; the learner may change them once this returns."""
+    async def stage(self, version: int, reference: FloatArray | None = None) -> None:
+        """Keep the learner's current parameters as ``version``; the learner may change them once this returns.
+
+        ``reference``: what the learner says about the probe, kept with them where they outlive this process.
+        """
         ...
 
     async def remove(self, version: int) -> None:
@@ -45,11 +56,15 @@ class Store(Protocol):
 
 
 class Folders:
-    """Owns ``directory`` with one immutable folder for each version, ``v000012``. No file work on the event loop."""
+    """Owns ``directory`` with one immutable folder for each version, ``v000012``. No file work on the event loop.
 
-    def __init__(self, learner: Learner, directory: Path) -> None:
+    ``own``: what an earlier process has left there is this run's, and is removed unless it is adopted.
+    """
+
+    def __init__(self, learner: Learner, directory: Path, *, own: bool = False) -> None:
         self._learner = learner
         self._directory = directory
+        self._to_sweep = own
         # Two, so that removing an old folder does not delay writing a new one.
         self._limiter = anyio.CapacityLimiter(2)
 
@@ -57,35 +72,46 @@ class Folders:
         """What the servers read."""
         return self._directory / f"v{version:06d}"
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, reference: FloatArray | None = None) -> None:
         """See ``Store``.
 
         The folder gets its name in one step when it is on disk, so that no server ever reads half a version. One that
         has this name already is left from a process that was killed before it could record the version: it is replaced.
         """
+        if self._to_sweep:
+            await self.adopt(())
         final = self.folder(version)
         partial = self._directory / f".{final.name}.partial"
-        await anyio.to_thread.run_sync(_empty, partial, limiter=self._limiter)
+        await self._off_loop(_empty, partial)
         await self._learner.export(partial)
-        await anyio.to_thread.run_sync(_settle, partial, final, limiter=self._limiter)
+        await self._off_loop(_settle, partial, final, reference)
 
-    async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
-        """Those of ``versions`` that an earlier process has left here; its others are removed."""
-        return await anyio.to_thread.run_sync(self._adopt, frozenset(versions), limiter=self._limiter)
+    async def adopt(self, versions: Iterable[int]) -> Mapping[int, FloatArray | None]:
+        """Those of ``versions`` that an earlier process has left here, and what the learner said about the probe then.
 
-    def _adopt(self, versions: frozenset[int]) -> frozenset[int]:
-        found = set()
-        for folder in self._directory.glob("v[0-9]*"):
-            version = int(folder.name[1:])
-            if version in versions:
-                found.add(version)
+        Its others are removed.
+        """
+        self._to_sweep = False
+        return await self._off_loop(self._adopt, frozenset(versions))
+
+    def _adopt(self, versions: frozenset[int]) -> dict[int, FloatArray | None]:
+        found: dict[int, FloatArray | None] = {}
+        for folder in self._directory.iterdir() if self._directory.exists() else ():
+            match = _FOLDER.fullmatch(folder.name)
+            if match is None:
+                continue
+            if match["partial"] is None and int(match["version"]) in versions:
+                found[int(match["version"])] = _read_reference(folder / _REFERENCE)
             else:
                 shutil.rmtree(folder)
-        return frozenset(found)
+        return found
 
     async def remove(self, version: int) -> None:
         """See ``Store``."""
-        await anyio.to_thread.run_sync(shutil.rmtree, self.folder(version), limiter=self._limiter)
+        await self._off_loop(shutil.rmtree, self.folder(version))
+
+    async def _off_loop(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._limiter)
 
 
 class Copies:
@@ -99,7 +125,7 @@ class Copies:
         """Tensors under the names that servers load; see ``Learner.weights``."""
         return self._weights[version]
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, reference: FloatArray | None = None) -> None:
         """See ``Store``."""
         self._weights[version] = await self._learner.weights()
 
@@ -122,15 +148,17 @@ class Staging:
 
     async def stage(self, version: int) -> Release:
         """Keep the current parameters; the learner may change them once this returns."""
-        await self._store.stage(version)
         if self._probe is None:
             path = self._learner.model_path
             self._probe = await anyio.to_thread.run_sync(Probe.for_model, path, limiter=self._limiter)
-        return Release(version=version, reference=await self._probe.reference(self._learner))
+        reference = await self._probe.reference(self._learner)
+        await self._store.stage(version, reference)
+        return Release(version=version, reference=reference)
 
     async def check(self, server: ServerControl, release: Release, *, adapter: str | None = None) -> float:
-        """Compare ``server`` with the learner as it was; see ``Probe.check``."""
-        assert self._probe is not None, "a release exists, so it was staged"
+        """Compare ``server`` with the learner as it was; see ``Probe.check``. 0 without a reference."""
+        if self._probe is None or release.reference is None:
+            return 0.0
         return await self._probe.check(server, release.reference, version=release.version, adapter=adapter)
 
     async def remove(self, release: Release) -> None:
@@ -144,13 +172,24 @@ def _empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _settle(partial: Path, final: Path) -> None:
+def _settle(partial: Path, final: Path, reference: FloatArray | None) -> None:
+    if reference is not None:
+        (partial / _REFERENCE).write_bytes(orjson.dumps(reference, option=orjson.OPT_SERIALIZE_NUMPY))
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
     _sync(final.parent)
+
+
+def _read_reference(file: Path) -> FloatArray | None:
+    """What was said about the probe; None if nobody has written it."""
+    try:
+        values = np.array(orjson.loads(file.read_bytes()), dtype=np.float32)
+    except (OSError, ValueError, TypeError):
+        return None
+    return values if values.ndim == 1 and len(values) else None
 
 
 def _sync(path: Path) -> None:

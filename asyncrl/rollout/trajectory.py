@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from asyncrl.errors import ServerUnavailable
+from asyncrl.errors import ProtocolError, ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
 from asyncrl.publishing.base import Address
 from asyncrl.rollout.activity import Activities
@@ -178,6 +178,7 @@ async def _sample(
             context.release(version)
     finally:
         context.requests.release()
+    _require_made(segment, context.versions.arriving)
     now = context.now()
     traj.add_seconds("queue", dispatched - queued)
     traj.add_seconds("sampling", now - dispatched)
@@ -196,6 +197,16 @@ async def _sample(
         )
     )
     return segment
+
+
+def _require_made(segment: Segment, newest: int) -> None:
+    """Refuse tokens of versions that this run has not given to any server, ``newest`` being the last that it has."""
+    for span in segment.versions:
+        if not 0 <= span.version <= newest:
+            raise ProtocolError(
+                f"{segment.server or 'the sampler'} has answered with version {span.version}, but the newest of this "
+                f"run is {newest}"
+            )
 
 
 def _request(

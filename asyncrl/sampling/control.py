@@ -78,7 +78,7 @@ class ServerControl:
             return parse_load(await self._get("/v1/loads"))
 
     async def weight_label(self) -> str:
-        """The label of the base weights that the server holds; ours are policy versions in decimal."""
+        """The label of the base weights that the server holds; ours are those of ``labels``."""
         label = (await self.model_info()).get("weight_version")
         return label if isinstance(label, str) else shown(label)
 

@@ -18,11 +18,12 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.deadlines import work_of
 from asyncrl.sampling.held import Interrupted
+from asyncrl.sampling.labels import Labels, WrongWeights
 from asyncrl.sampling.places import Place, Router
 from asyncrl.sampling.pool import Pool, Running, ServerState
 from asyncrl.sampling.recovery import described
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, was_stale
-from asyncrl.sampling.wire import WrongWeights, error_text, generate_body, parse_segment
+from asyncrl.sampling.wire import error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
 __all__ = ["Exchange", "Front", "Lost"]
@@ -49,7 +50,7 @@ class Exchange:
 
     ``suspect(url, reason)`` is told what is odd about a server, ``context_of(url)`` says how many tokens it has room
     for, ``in_place()`` whether weights change under running requests. ``repeated(url, cause)`` is told of every
-    further attempt.
+    further attempt. ``labels``: which weights are ours.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Exchange:
         in_place: Callable[[], bool],
         repeated: Callable[[str, str], None],
         vocab_size: int | None,
+        labels: Labels,
     ) -> None:
         self.oldest_anchor = 0
         """Requests on the prefix of an older version do not leave: they come back aborted, without a token."""
@@ -72,12 +74,14 @@ class Exchange:
         self._in_place = in_place
         self.repeated = repeated
         self._vocab_size = vocab_size
+        self._labels = labels
         self._shunned: dict[str, str] = {}
         # Trajectory -> the server that was late with its last request, until its next one.
 
     async def ask(self, place: Place, request: SegmentRequest, *, routing_key: str = "") -> Segment | Lost:
         """The segment, or why another attempt is worth it. Raises ``RequestRefused`` and ``ProtocolError``.
 
+        ``WeightsOverwritten`` if somebody else keeps writing to the servers.
         An attempt that failed was aborted when this returns, if its server takes that.
         """
         outcome = await self._attempt(place, request, routing_key)
@@ -106,6 +110,7 @@ class Exchange:
             return Lost(reason="it takes no requests any more")
         started = anyio.current_time()
         work = work_of(len(request.input_ids), most_tokens)
+        holds = self._labels.holds(_server(place))
         response: httpx.Response | None = None
         with self._pool.request(place, rid, anchor=anchor, work=work) as running:
             try:
@@ -120,7 +125,11 @@ class Exchange:
         if response is None:
             await self._aborts.abort(place, rid)
             return broken
-        return await self._read(running, request, response, most_tokens)
+        try:
+            return await self._read(running, request, response, most_tokens)
+        except WrongWeights as error:
+            self._labels.report(_server(place), error, since=holds)
+            return self._suspected(place, error)
 
     async def _read(
         self, running: Running, request: SegmentRequest, response: httpx.Response, most_tokens: int
@@ -149,9 +158,10 @@ class Exchange:
                 in_place=self._in_place(),
                 most_tokens=most_tokens,
                 vocab_size=self._vocab_size,
+                labels=self._labels,
             )
-        except WrongWeights as error:
-            return self._suspected(place, error)
+        except WrongWeights:
+            raise  # a sound reply, and a matter of its own
         except (ProtocolError, orjson.JSONDecodeError) as error:
             self._suspect(place.url, described(error))
             raise ProtocolError(f"{place.url}: {error}") from error

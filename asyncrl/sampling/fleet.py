@@ -19,6 +19,7 @@ from asyncrl.sampling.control import LONG_S, ServerControl
 from asyncrl.sampling.endings import end
 from asyncrl.sampling.exchange import Exchange, Front, Lost
 from asyncrl.sampling.holdclock import HoldClock
+from asyncrl.sampling.labels import Labels
 from asyncrl.sampling.loads import LoadMonitor
 from asyncrl.sampling.overdue import Overdue
 from asyncrl.sampling.places import Router
@@ -63,6 +64,7 @@ class Owner(Protocol):
     """Whose servers these are: ``SGLang``."""
 
     in_place_updates: bool
+    labels: Labels
 
     def notice(self, name: str, *, level: str = "warning", **keys: object) -> None:
         """Report something about the servers."""
@@ -120,6 +122,7 @@ class Fleet:
                 wrong.append(str(error))
             else:
                 self._contexts[server.url] = served.context_tokens
+                self._owner.labels.found(served.label)
 
         for url in urls:
             self._servers[url] = self._control(url)
@@ -159,6 +162,7 @@ class Fleet:
         avoid = self._exchange.shunned(request)
         lost: Lost | None = None
         while len(reasons) <= self._options.retries:
+            self._owner.labels.require_ours()
             if lost is not None and self.pool.state(avoid or "") is ServerState.LIVE:
                 # It refused for now but is not gone, so it is busy. One that is gone is waited for below.
                 await anyio.sleep(self._back_off.seconds(len(reasons)))
@@ -182,8 +186,10 @@ class Fleet:
                 await self.pool.wait_live(version)
         except TimeoutError as error:
             with_version = "" if version is None else f" with version {version}"
+            foreign = self._owner.labels.last_foreign
             raise ServerUnavailable(
                 f"none of {', '.join(self.pool.staying)} came back{with_version} within {outage_s:g} s"
+                f"{'; ' if foreign else ''}{foreign}"
             ) from error
 
     @property
@@ -261,6 +267,7 @@ class Fleet:
             in_place=lambda: self._owner.in_place_updates,
             repeated=self._owner.repeated,
             vocab_size=self._options.vocab_size,
+            labels=self._owner.labels,
         )
 
     def _control(self, url: str) -> ServerControl:
@@ -278,6 +285,8 @@ class Fleet:
         """What a server must pass before it takes requests again. It may be another program than before."""
         relied_on = self.context_tokens
         served = await ask(server, allow_version=self._options.allow_version)
+        if server.url not in self._contexts:
+            self._owner.labels.found(served.label)
         if relied_on is not None and (served.context_tokens or relied_on) < relied_on:
             raise ServerUnavailable(
                 f"{server.url} has a context of {served.context_tokens} tokens, but the run relies on {relied_on}"

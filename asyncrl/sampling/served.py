@@ -19,6 +19,8 @@ class Served:
     version: str
     context_tokens: int | None
     """Most tokens of prompt and output together that it takes without shortening or refusing; None: it does not say."""
+    label: str
+    """Of the base weights that it holds."""
 
 
 async def ask(server: ServerControl, *, allow_version: bool) -> Served:
@@ -26,7 +28,7 @@ async def ask(server: ServerControl, *, allow_version: bool) -> Served:
 
     ``allow_version``: take any version.
     """
-    await server.model_info()
+    label = await server.weight_label()
     info = await server.server_info()
     told = info.get("version")
     version = told if isinstance(told, str) else shown(told)
@@ -36,6 +38,6 @@ async def ask(server: ServerControl, *, allow_version: bool) -> Served:
             "use one of these, or SGLang(.., allow_version=True) if you have checked yours"
         )
     try:
-        return Served(version=version, context_tokens=context_of(info))
+        return Served(version=version, context_tokens=context_of(info), label=label)
     except ProtocolError as error:
         raise ProtocolError(f"{server.url}/server_info: {error}") from error

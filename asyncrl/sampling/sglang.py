@@ -25,6 +25,7 @@ from asyncrl.publishing.probe import model_vocab_size
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.fleet import Fleet, FleetOptions, Timeouts
+from asyncrl.sampling.labels import Labels
 from asyncrl.sampling.recovery import Restore
 from asyncrl.sampling.sglangcommand import SGLangOptions
 from asyncrl.sampling.sglangserver import LaunchedServers
@@ -67,6 +68,8 @@ class SGLang:
         timeouts: Timeouts | None = None,
     ) -> None:
         self.events = Events()
+        self.labels = Labels()
+        """Which weights on the servers are ours; the publisher claims them."""
         self.timeouts = timeouts or Timeouts()
         self.in_place_updates = False
         """True if weights change under running requests; the publisher says so."""

@@ -15,6 +15,7 @@ import orjson
 
 from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.labels import Labels, WrongWeights
 from asyncrl.sampling.replies import integer, shown
 from asyncrl.types import FloatArray, IntArray, Segment, StopReason, VersionSpan
 
@@ -64,10 +65,6 @@ def generate_body(request: SegmentRequest, *, rid: str, max_new_tokens: int | No
     return body
 
 
-class WrongWeights(ProtocolError):
-    """A sound reply by weights that were not asked for, as of a server that was started anew: another may do better."""
-
-
 def parse_segment(
     body: Mapping[str, Any],
     *,
@@ -76,10 +73,12 @@ def parse_segment(
     in_place: bool = False,
     most_tokens: int | None = None,
     vocab_size: int | None = None,
+    labels: Labels | None = None,
 ) -> Segment:
     """The segment in a 200 reply. ``in_place``: weights may change under a running request, which shifts spans by one.
 
     ``most_tokens``: what was asked for, if not what the request says. ``vocab_size``: ids from here on are none.
+    ``labels``: whose versions are believed; None takes plain numbers.
 
     Raises ``ProtocolError`` if anything is missing or is no answer to the request, and ``WrongWeights`` if it was
     sampled by an unknown version, or by another one than only would do.
@@ -95,7 +94,7 @@ def parse_segment(
         tokens = _tokens(ids, vocab_size)
         if len(ids) > most:
             raise ProtocolError(f"the reply has {len(ids)} ids, but {most} were asked for")
-        versions = _versions(meta, len(ids), request, in_place=in_place)
+        versions = _versions(meta, len(ids), request, labels or Labels(), in_place=in_place)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ProtocolError(f"the reply is not one of a generation ({error!r}): {shown(body)}") from error
     if type(completion) is not int or not len(ids) == completion == len(entries):
@@ -179,25 +178,33 @@ def _stop_reason(reason: Any) -> StopReason:
 
 
 def _versions(
-    meta: Mapping[str, Any], tokens: int, request: SegmentRequest, *, in_place: bool
+    meta: Mapping[str, Any], tokens: int, request: SegmentRequest, labels: Labels, *, in_place: bool
 ) -> tuple[VersionSpan, ...]:
     """Spans by policy version, as the server reports them for each token."""
     if not tokens:
         return ()
     if request.adapter is not None:
         # The label is that of the base weights; the adapter's name is the version.
+        for label in _reported(meta):
+            labels.require_below(label)
         return (VersionSpan(version=request.version, start=0, end=tokens),)
     spans = meta.get("weight_versions")
     if not spans:
         # Only the label at the end is known, and that may be newer than the tokens: of it and the stamp at dispatch
         # the older counts.
-        label = min(request.version, _label(meta.get("weight_version")))
+        label = min(request.version, labels.version(meta.get("weight_version")))
         return (VersionSpan(version=label, start=0, end=tokens),)
-    covering = _covering(spans, tokens)
+    covering = _covering(spans, tokens, labels)
     return _merged(_shifted(covering, request.version) if in_place else covering)
 
 
-def _covering(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[VersionSpan]:
+def _reported(meta: Mapping[str, Any]) -> list[Any]:
+    """All labels in a reply."""
+    spans = meta.get("weight_versions")
+    return [span["version"] for span in spans] if spans else [meta.get("weight_version")]
+
+
+def _covering(spans: Sequence[Mapping[str, Any]], tokens: int, labels: Labels) -> list[VersionSpan]:
     """The reported spans, none of them empty. Raises ``ProtocolError`` unless they cover all tokens once."""
     found: list[VersionSpan] = []
     end = 0
@@ -208,7 +215,7 @@ def _covering(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[VersionSp
         if start != end or stop < end:
             raise ProtocolError(f"the reply's weight_versions {shown(spans)} leave a gap at {end}")
         if stop > end:
-            found.append(VersionSpan(version=_label(span["version"]), start=end, end=stop))
+            found.append(VersionSpan(version=labels.version(span["version"]), start=end, end=stop))
         end = stop
     if end != tokens:
         raise ProtocolError(f"the reply's weight_versions {shown(spans)} do not cover {tokens} tokens")
@@ -240,9 +247,3 @@ def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
         else:
             merged.append(span)
     return tuple(merged)
-
-
-def _label(label: object) -> int:
-    if not str(label).isdecimal():
-        raise WrongWeights(f"the reply was sampled by weights {label!r}, which are no version of ours")
-    return int(str(label))

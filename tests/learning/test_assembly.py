@@ -241,6 +241,19 @@ def test_truncated_members(rule: str, advantages: list[float]) -> None:
     assert assembly.divisor == (2 if rule.startswith("drop") else 4)
 
 
+@pytest.mark.parametrize("mask_stale", [True, False])
+@pytest.mark.parametrize("max_staleness", [None, 0, 3])
+@pytest.mark.parametrize("version", [-1, 3, 50, 10**9])
+def test_a_version_that_was_not_made_yet_is_never_trained(
+    version: int, max_staleness: int | None, mask_stale: bool
+) -> None:
+    """Whatever the rule about old ones is: at version 2 there is no version 3, and none below 0."""
+    group = _group(0, _member(1.0, version=2), _member(0.0, version=version))
+    assembly = _assembly(GroupCentered(), version=2, max_staleness=max_staleness, mask_stale=mask_stale)
+    with pytest.raises(StalenessError, match=f"version {version}, which was not made yet: the run is at version 2"):
+        assembly.add([group])
+
+
 def test_a_stale_span_is_masked_or_refused() -> None:
     """Version 0 trained at version 2 with a bound of 1: no gradient if that was asked for, else an error."""
     mixed = _member(1.0, version=0)

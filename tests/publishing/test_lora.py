@@ -17,6 +17,7 @@ from asyncrl.events import Event, Notice
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import Fault, ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner, theta_logprobs, write_theta
@@ -29,12 +30,12 @@ PROBE = Probe(tokens=np.arange(8, dtype=np.int32))
 class Run:
     """A learner, servers and the publisher between them."""
 
-    def __init__(self, directory: Path, servers: dict[str, ScriptedServer]) -> None:
+    def __init__(self, directory: Path, servers: dict[str, ScriptedServer], writer: Writer | None = None) -> None:
         self.directory = directory
         self.learner = ThetaLearner()
         self.sampler = SGLang(list(servers), transport=network(servers))
         self.publisher = LoraPublisher(
-            self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE
+            self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE, writer=writer
         )
         self.notices: list[str] = []
         self.sampler.events.subscribe(self._note, kinds=(Notice,))
@@ -67,8 +68,10 @@ class Run:
 
 
 @asynccontextmanager
-async def _running(directory: Path, *servers: ScriptedServer) -> AsyncGenerator[Run, None]:
-    run = Run(directory, dict(zip((URL, OTHER), servers, strict=False)))
+async def _running(
+    directory: Path, *servers: ScriptedServer, writer: Writer | None = None
+) -> AsyncGenerator[Run, None]:
+    run = Run(directory, dict(zip((URL, OTHER), servers, strict=False)), writer)
     async with run.sampler.opened():
         yield run
 
@@ -149,29 +152,31 @@ def _refuse(reply: dict[str, object]) -> None:
     reply["error_message"] = "no memory"
 
 
-@pytest.mark.parametrize("fault", [Fault(status=500), Fault(edit=_refuse)])
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("fault", [Fault(status=500), Fault(ignore=True, edit=_refuse)])
 async def test_a_failed_unload_is_reported_and_tried_again(tmp_path: Path, fault: Fault) -> None:
-    """It is not fatal; the next installation sweeps what is left, and its folder was kept."""
+    """It is not fatal, and the folder stays until the adapter is gone."""
     one = ScriptedServer()
-    one.fault("/unload_lora_adapter", fault if fault.status else Fault(ignore=True, edit=_refuse))
+    one.fault("/unload_lora_adapter", fault)
     async with _running(tmp_path, one) as run:
         await run.publish(0, 1, 2)
         await one.wait_until(lambda: "adapter_not_unloaded" in run.notices)
-        await run.publish(3)
-        await one.wait_until(lambda: _versions(one) == [2, 3])
-        await run.publish(4)
         assert "v000000" in run.folders()
+        await anyio.sleep(10)
+        assert _versions(one) == [1, 2]
+        assert run.folders() == ["v000001", "v000002"]
 
 
 async def test_adapters_of_an_earlier_process_of_the_run_are_swept(tmp_path: Path) -> None:
     """Left-overs go; adapters of other runs and of nobody stay, also if their name begins in the same way."""
     one = ScriptedServer()
     write_theta(tmp_path, 0.0)
-    others = {"run-other-00000000-v1", "runner-00000000-v1", "mine"}
-    one.adapters = dict.fromkeys({"run-00000000-v7", *others}, tmp_path)
-    async with _running(tmp_path / "published", one) as run:
+    run_id = "0123abcd"
+    others = {f"run-other-{run_id}-00000000-v1", f"runner-{run_id}-00000000-v1", "run-0123abce-00000000-v7", "mine"}
+    one.adapters = dict.fromkeys({f"run-{run_id}-00000000-v7", *others}, tmp_path)
+    async with _running(tmp_path / "published", one, writer=Writer(run=run_id)) as run:
         await run.publish(0)
-        await one.wait_until(lambda: "run-00000000-v7" not in one.adapters)
+        await one.wait_until(lambda: f"run-{run_id}-00000000-v7" not in one.adapters)
         assert others < set(one.adapters)
 
 
@@ -400,6 +405,61 @@ async def test_held_versions_come_back_with_another_process(tmp_path: Path) -> N
         await run.publish(4)
         run.publisher.release(0)
         await one.wait_until(lambda: _versions(one) == [3, 4])
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("held", [0, 1, 2, 4])
+async def test_a_returning_server_must_be_right_about_every_version(tmp_path: Path, held: int) -> None:
+    """Not only about the newest: one that applies an older adapter wrongly takes no request until it is right."""
+    one, two = ScriptedServer(), ScriptedServer()
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    write_theta(wrong, held / 10 + 0.5)
+    async with _running(tmp_path / "published", one, two) as run:
+        for version in range(5):
+            await run.publish(version)
+            run.publisher.hold(version)
+        name = next(name for name in one.adapters if name.endswith(f"-v{held}"))
+        one.restart()
+
+        def spoil(reply: dict[str, object]) -> None:
+            if name in one.adapters:
+                one.adapters = {**one.adapters, name: wrong}
+
+        one.fault("/load_lora_adapter", *[Fault(edit=spoil)] * 5)
+        run.sampler.suspect(URL, "it looks new")
+        await anyio.sleep(20)
+        assert [server.url for server in run.sampler.live] == [OTHER]
+        segment = await run.sample(held)
+        assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, held / 10))
+        one.restart()
+        await anyio.sleep(100)
+        assert [server.url for server in run.sampler.live] == [URL, OTHER]
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("harm", ["none", "weights", "reference"])
+async def test_versions_of_an_earlier_process_are_compared_with_what_it_has_noted(tmp_path: Path, harm: str) -> None:
+    """A folder that has changed is found out; without the note nothing can be said, and that is said."""
+    async with _running(tmp_path, ScriptedServer()) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        await run.publish(1, 2, 3)
+    if harm == "weights":
+        write_theta(tmp_path / "v000000", 0.5)
+    if harm == "reference":
+        (tmp_path / "v000000" / "probe.json").write_text("[[")
+    one = ScriptedServer()
+    async with _running(tmp_path, one) as run:
+        assert await run.publisher.adopt({0}) == {0}
+        assert ("version_not_checked" in run.notices) is (harm == "reference")
+        run.publisher.hold(0)
+        if harm == "weights":
+            with pytest.raises(ProbeMismatch, match="does not hold version 0"):
+                await run.publish(3)
+            return
+        await run.publish(3)
+        assert _versions(one) == [0, 3]
 
 
 @pytest.mark.virtual_clock

@@ -126,6 +126,7 @@ async def test_a_version_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     assert seen == [False, False]
     assert _names(tmp_path) == ["v000003"]
     assert read_theta(folders.folder(3)) == 1.0
+    assert release.reference is not None
     assert np.array_equal(release.reference, theta_logprobs(TOKENS[1:], 1.0))
 
 
@@ -144,4 +145,4 @@ async def test_without_a_probe_one_is_made_for_the_learners_model(tmp_path: Path
     learner = ThetaLearner()
     learner.model_path = tmp_path
     release = await Staging(learner, Folders(learner, tmp_path / "published"), None).stage(0)
-    assert len(release.reference) == 23
+    assert release.reference is not None and len(release.reference) == 23

@@ -24,6 +24,7 @@ from asyncrl.testing.clock import run_virtual
 from asyncrl.testing.server import Fault, GenerateCall, ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner, theta_logprobs
 from asyncrl.types import Segment, StopReason
+from tests.publishing.versions import version_of
 
 PROBE = Probe(tokens=np.arange(8, dtype=np.int32))
 
@@ -59,9 +60,9 @@ class Run:
         return await self.sampler.sample(request)
 
     @property
-    def versions(self) -> list[str]:
+    def versions(self) -> list[int]:
         """What each server says it has."""
-        return [server.weight_version for server in self.servers.values()]
+        return [version_of(server) for server in self.servers.values()]
 
     def folders(self) -> int:
         """How many versions are on disk."""
@@ -106,7 +107,7 @@ async def test_a_trajectory_keeps_its_version_on_another_server(tmp_path: Path) 
         run.publisher.hold(0)
         await run.publish(1)
         await run.settled()
-        assert sorted(run.versions) == ["0", "1"]
+        assert sorted(run.versions) == [0, 1]
         for version in (0, 1):
             for key in "abcdefgh":
                 segment = await run.sample(version, key)
@@ -114,7 +115,7 @@ async def test_a_trajectory_keeps_its_version_on_another_server(tmp_path: Path) 
                 assert [span.version for span in segment.versions] == [version]
         run.publisher.release(0)
         await run.settled()
-        assert run.versions == ["1", "1"]
+        assert run.versions == [1, 1]
         with pytest.raises(StalenessError, match="version 0"):
             run.publisher.address(0)
 
@@ -137,9 +138,9 @@ async def test_a_publication_waits_for_the_first_version_that_is_let_go(tmp_path
             tasks.start_soon(publish)
             await anyio.sleep(1000)
             assert not published
-            assert sorted(run.versions) == ["0", "1"]
+            assert sorted(run.versions) == [0, 1]
             run.publisher.release(0)
-        assert sorted(run.versions) == ["1", "2"]
+        assert sorted(run.versions) == [1, 2]
 
 
 @pytest.mark.virtual_clock
@@ -185,7 +186,7 @@ async def test_a_server_that_returns_gets_the_newest_version_first(tmp_path: Pat
         two.down = False
         served = len(two.generated)
         await anyio.sleep(100)
-        assert run.versions == ["1", "1"]
+        assert run.versions == [1, 1]
         assert len(two.generated) == served
 
 
@@ -198,7 +199,7 @@ async def test_a_lost_version_is_brought_back_while_it_is_held(tmp_path: Path) -
         run.publisher.hold(0)
         await run.publish(1)
         await run.settled()
-        old = next(url for url, server in run.servers.items() if server.weight_version == "0")
+        old = next(url for url, server in run.servers.items() if version_of(server) == 0)
         run.servers[old].restart()
         run.sampler.quarantine(old, "it died")
         segment = await run.sample(0)
@@ -213,7 +214,7 @@ async def test_a_server_that_applied_nothing_stops_the_run(tmp_path: Path) -> No
         await run.publish(0)
 
         def label(reply: dict[str, object]) -> None:
-            one.weight_version = two.weight_version = "1"
+            one.weight_version = two.weight_version = run.sampler.labels.give(1)
 
         for server in (one, two):
             server.fault("/update_weights_from_disk", Fault(ignore=True, edit=label))
@@ -348,4 +349,4 @@ async def test_a_change_and_a_return_do_not_meet_on_one_server(tmp_path: Path) -
         one.release()
         two.release()
         await run.settled()
-        assert run.versions == ["1", "1"]
+        assert run.versions == [1, 1]

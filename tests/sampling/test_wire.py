@@ -120,7 +120,7 @@ def test_a_reply_is_a_segment() -> None:
         ({"weight_versions": reported(("5", 0, 2))}, "do not cover 3 tokens"),
         ({"weight_versions": reported(("5", 0, 1), ("6", 2, 4))}, "leave a gap at 1"),
         ({"weight_versions": [{"version": "5"}]}, "KeyError"),
-        ({"weight_versions": None, "weight_version": None}, "by weights None"),
+        ({"weight_versions": None, "weight_version": None}, "weights None"),
     ],
 )
 def test_a_reply_that_must_not_be_trained_is_refused(changes: dict[str, Any], message: str) -> None:
