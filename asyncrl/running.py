@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import anyio.to_thread
 
+from asyncrl.errors import ConfigError
 from asyncrl.trainer import AsyncTrainer
 from asyncrl.types import Row, Step
 
@@ -24,8 +26,14 @@ def run(
 ) -> list[Step]:
     """Run ``trainer`` to the end from code that has no event loop, and return its steps.
 
-    ``on_step`` is awaited if it is a coroutine function and runs in a worker thread if it is not.
+    ``on_step`` is awaited if it is a coroutine function and runs in a worker thread if it is not. Raises
+    ``ConfigError`` where an event loop is running, as in a notebook.
     """
+    if _loop_is_running():
+        raise ConfigError(
+            "rl.run starts an event loop, and here one is running already (as in a notebook, or in a coroutine): write "
+            "`async for step in trainer.run(rows, steps=..)`"
+        )
 
     async def main() -> list[Step]:
         steps_done = []
@@ -41,3 +49,11 @@ def run(
         return steps_done
 
     return anyio.run(main)
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

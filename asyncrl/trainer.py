@@ -24,6 +24,7 @@ from asyncrl.learning.optimizer import Adam
 from asyncrl.plan import TrainingPlan, check_acknowledged, check_plan, check_versions
 from asyncrl.policy import OpenPolicy
 from asyncrl.rollout.border import checked_rows
+from asyncrl.rollout.worker import refuse_in_worker
 from asyncrl.scheduling.rules import (
     BatchOrder,
     ForwardBackwardBatch,
@@ -113,6 +114,7 @@ class AsyncTrainer:
         With ``checkpointing`` a run that was stopped or killed goes on, and the first ``Step`` is the one after the
         last that was committed. ``steps`` counts from the run's beginning; it may be another number than before.
         """
+        refuse_in_worker("AsyncTrainer.run")
         require_count("steps", steps, least=1)
         self._plan.optimizer.check_schedule(steps)
         rows = checked_rows(rows)

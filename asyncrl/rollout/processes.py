@@ -1,30 +1,38 @@
 """Functions in processes of their own: for graders and tools that compute, or that may never return.
 
 A thread cannot be ended, and one that computes holds the interpreter that every rollout shares. A worker process does
-neither: at its deadline it is killed, and the next call starts another one. The pool is anyio's ``to_process``; calls
-beyond its size wait their turn, outside of the deadline.
+neither: at its deadline it is killed, and the next call starts another one. Calls beyond the pool's size wait their
+turn, outside of the deadline. ``worker.py`` is what runs in them.
 
-anyio sends the call and its result between parent and child as pickles. Both ends are this program, on pipes that
-nobody else can write to; what a model wrote travels in them as a string. asyncrl itself unpickles nothing.
+This is not anyio's ``to_process`` nor ``concurrent.futures``: their workers run the main script again, which without an
+``if __name__ == "__main__":`` is the whole training. What cannot work is refused when it is declared.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import dataclasses
 import functools
-import importlib
-import importlib.util
+import inspect
+import json
 import os
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, overload
 
 import anyio
-import anyio.to_process
+import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from asyncrl.errors import ConfigError, InfrastructureError
+from asyncrl.errors import ConfigError, EnvironmentFailure, InfrastructureError
 from asyncrl.rollout.calls import Deadline
+from asyncrl.rollout.worker import Call, Reply, declared, packed, read, refuse_in_worker, unpacked, write
 
 __all__ = ["in_process"]
 
@@ -32,9 +40,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TIMEOUT_S = 60.0
+_pools: RunVar[_Pool] = RunVar("asyncrl.worker_processes")
 _START_S = 60.0
 # For a new interpreter that imports the function's module.
-_limiters: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.worker_processes")
+_MAIN = "__main__"
+_SENDABLE = "something that can be sent to another process, such as numbers, text, lists and dataclasses of them"
 
 
 @overload
@@ -52,9 +62,11 @@ def in_process(function: Callable[..., Any] | None = None, /, *, timeout: float 
             async def reward(self, traj, row):
                 return float(await verify(traj.final_text, row["answer"]))
 
-    It must stand at the top level of its module, which the worker imports; arguments and result must be picklable.
-    There are as many workers as processors. Raises ``RolloutTimeout`` at the deadline (a ``TimeoutError``: catch it
-    where it is the model's fault), ``InfrastructureError`` if the process dies, and whatever the function raises.
+    It must stand at the top level of a module that the worker can import: not of a notebook, and of the main script
+    only if that has an ``if __name__ == "__main__":``. Arguments and result must be picklable. There are as many
+    workers as processors. Raises ``RolloutTimeout`` at the deadline (a ``TimeoutError``: catch it where it is the
+    model's fault), ``InfrastructureError`` if the process dies, and whatever the function raises. ``ConfigError`` says
+    what cannot be run in a process, when it is declared, and what cannot be sent.
     """
     if function is None:
         return lambda decorated: _in_process(decorated, timeout)
@@ -62,70 +74,257 @@ def in_process(function: Callable[..., Any] | None = None, /, *, timeout: float 
 
 
 def _in_process(function: Callable[P, T], timeout: float) -> Callable[P, Awaitable[T]]:
-    name = getattr(function, "__qualname__", repr(function))
+    name = str(getattr(function, "__qualname__", repr(function)))
     if not timeout > 0:
         raise ConfigError.for_value(f"timeout of {name}", timeout, "a positive number of seconds")
-    if "<" in name or not hasattr(function, "__module__"):
-        raise ConfigError(f"{name} runs in a process, and so must stand at the top level of a module to be found there")
+    if instead := _unfit(function, name):
+        raise ConfigError(f"rl.in_process cannot run {name}: {instead}")
+    module = function.__module__
+    functions = declared.get(None)
+    if functions is not None:
+        functions[module, name] = function
+    elif module == _MAIN and (instead := _unfit_script(function)):
+        raise ConfigError(f"rl.in_process cannot run {name}: {instead}")
 
     @functools.wraps(function)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        module = function.__module__
+        refuse_in_worker(name)
+        arguments = _packed_arguments(function, name, args, kwargs)
         file = getattr(sys.modules.get(module), "__file__", None)
-        work = partial(_call, module, file, name, args, kwargs)
-        async with _limiter():
-            try:
-                # Outside of the deadline: a new process imports the module first. Shielded, because a process that is
-                # starting cannot be cancelled without losing it; when this is done there is an idle one.
-                with anyio.move_on_after(_START_S, shield=True):
-                    await anyio.to_process.run_sync(_ready, module, file, limiter=anyio.CapacityLimiter(1))
-                with Deadline(name, timeout):
-                    result: T = await anyio.to_process.run_sync(
-                        work, cancellable=True, limiter=anyio.CapacityLimiter(1)
-                    )
-                    return result
-            except anyio.BrokenWorkerProcess as error:
-                cause = error
-        raise InfrastructureError(f"{name}: its process ended") from cause
+        request = Call(module=module, file=file, name=name, arguments=arguments)
+        async with _pool().process() as process:
+            if (module, name) not in process.known:
+                # Outside of the deadline: a new process imports the module first.
+                with Deadline(f"a worker process that imports {module}", _START_S):
+                    _value(name, module, await process.ask(dataclasses.replace(request, arguments=None)))
+                process.known.add((module, name))
+            with Deadline(name, timeout):
+                reply = await process.ask(request)
+        result: T = _value(name, module, reply)
+        return result
 
     return call
 
 
-def _limiter() -> anyio.CapacityLimiter:
-    """The limiter of this event loop."""
+def _unfit(function: Any, name: str) -> str | None:
+    """Why a worker could not find or run it, and what to write instead; None if it could."""
+    plain = inspect.unwrap(function)
+    top_level = "it must stand at the top level of a module, as a plain `def` that calls whatever it needs"
+    checks: tuple[tuple[bool, str], ...] = (
+        (
+            inspect.ismethod(function) or isinstance(function, staticmethod | classmethod),
+            f"it is a method, whose object its process does not have: {top_level}",
+        ),
+        (
+            any(map(inspect.iscoroutinefunction, (function, plain))) or inspect.isasyncgenfunction(plain),
+            "it is an `async def`, which belongs on the event loop: await it as it is, or write `def` if it computes",
+        ),
+        (inspect.isgeneratorfunction(plain), "it is a generator, which cannot be sent back: return a list"),
+        (not inspect.isfunction(plain), f"it was not written with `def`: {top_level}"),
+        (
+            "<" in name or "." in name or not isinstance(getattr(function, "__module__", None), str),
+            f"its process would not find it: {top_level}",
+        ),
+    )
+    return next((instead for wrong, instead in checks if wrong), None)
+
+
+def _unfit_script(function: Any) -> str | None:
+    """The same for a function of the main script or notebook."""
+    own = "put the function into a module of its own, such as graders.py, and import it from there"
+    file = getattr(sys.modules.get(_MAIN), "__file__", None)
+    code = inspect.unwrap(function).__code__.co_filename
+    if file is None or not Path(file).is_file() or Path(code).resolve() != Path(file).resolve():
+        return f"it was written in a notebook or on the command line, which a worker process cannot import: {own}"
+    if not _has_guard(Path(file)):
+        return (
+            f'{file} has no `if __name__ == "__main__":`, so that each worker process would run all of it again: put '
+            f"what starts the run below that line, or {own}"
+        )
+    return None
+
+
+def _has_guard(script: Path) -> bool:
+    """Whether a worker can run the main script without starting what it starts."""
     try:
-        return _limiters.get()
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    tests = [node.test for node in tree.body if isinstance(node, ast.If)]
+    return any(isinstance(name, ast.Name) and name.id == "__name__" for test in tests for name in ast.walk(test))
+
+
+def _packed_arguments(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bytes:
+    """The arguments as a message. Raises ``ConfigError`` with the name of the first that cannot be sent, and
+    ``TypeError`` if they do not fit the function.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    try:
+        return packed((args, dict(kwargs)))
+    except Exception as error:  # noqa: BLE001  whatever the object's own pickling raises
+        cause = error
+    for parameter, value in bound.arguments.items():
+        try:
+            packed(value)
+        except Exception as error:
+            kind = type(value).__name__
+            raise ConfigError(
+                f"argument {parameter!r} of {name} is of type {kind}, but must be {_SENDABLE} ({error})"
+            ) from error
+    raise ConfigError(f"the arguments of {name} must be {_SENDABLE} ({cause})") from cause
+
+
+def _value(name: str, module: str, reply: Reply) -> Any:
+    """The result; or raises what the function raised, or what is wrong with the call."""
+    if reply.kind == "returned":
+        assert reply.value is not None
+        try:
+            return unpacked(reply.value)
+        except Exception as error:
+            raise ConfigError(f"the result of {name} must be {_SENDABLE} ({type(error).__name__}: {error})") from error
+    if reply.kind == "raised":
+        raised = None if reply.value is None else unpacked(reply.value)
+        if not isinstance(raised, Exception):
+            raised = EnvironmentFailure(f"{name} raised {reply.text}")
+        if reply.trace:
+            raised.add_note(f"in the worker process:\n{reply.trace}")
+        raise raised
+    wrong = {
+        "not_imported": f"a worker process cannot import {module}, which has {name}: {reply.text}",
+        "not_found": f"{module} has no {name} when a worker process imports it: it must stand at the top level",
+        "arguments_lost": f"the arguments of {name} cannot be read by its worker process: {reply.text}",
+        "result_lost": f"the result of {name} is of type {reply.text}, but must be {_SENDABLE}",
+    }
+    failure = ConfigError(wrong[reply.kind])
+    if reply.trace:
+        failure.add_note(f"in the worker process:\n{reply.trace}")
+    raise failure
+
+
+class _Process:
+    """A worker process. Its pipes are read and written in threads."""
+
+    def __init__(self) -> None:
+        """Blocks for some milliseconds."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        code = f"import sys; sys.path[:] = {path!r}; from asyncrl.rollout.worker import main; main(sys.argv[1])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(_script())], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        self._killed = False
+        self.known: set[tuple[str, str]] = set()
+        """Module and name of each function that it has found."""
+
+    @property
+    def usable(self) -> bool:
+        """False once it has ended."""
+        return not self._killed and self._process.poll() is None
+
+    async def ask(self, request: Call) -> Reply:
+        """The reply. Kills the process if the caller is cancelled; raises ``InfrastructureError`` if it ends itself."""
+        done = False
+        try:
+            exchange = partial(self._exchange, request)
+            reply = await anyio.to_thread.run_sync(exchange, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+            done = True
+        finally:
+            if not done:
+                self._killed = True
+                self._process.kill()  # and the thread sees the end of its pipes
+        return reply
+
+    def _exchange(self, request: Call) -> Reply:
+        try:
+            write(self._requests, packed(request))
+            reply: Reply = unpacked(read(self._replies))
+        except (EOFError, OSError, ValueError):  # the last: another thread has closed them
+            self.end()
+            raise InfrastructureError(f"{request.name}: its process ended, with {self._process.returncode}") from None
+        return reply
+
+    def end(self) -> None:
+        """Kill it and close its pipes."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._requests, self._replies):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+class _Pool:
+    """The worker processes of one event loop. They end with it."""
+
+    def __init__(self) -> None:
+        self.limiter = anyio.CapacityLimiter(max(2, os.cpu_count() or 2))
+        self._idle: list[_Process] = []
+        self._until_shutdown: AsyncGenerator[None, None] | None = None
+        # Where a loop is closed without shutting down its generators, as at the end of a notebook's process.
+        weakref.finalize(self, _end_all, self._idle)
+
+    @asynccontextmanager
+    async def process(self) -> AsyncGenerator[_Process, None]:
+        """One of them for the block, once there is one."""
+        async with self.limiter:
+            process = self._take_nowait() or await self._start()
+            try:
+                yield process
+            finally:
+                if process.usable:
+                    self._idle.append(process)
+
+    def _take_nowait(self) -> _Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.usable:
+                return process
+            process.end()
+        return None
+
+    async def _start(self) -> _Process:
+        if self._until_shutdown is None:
+            # The loop closes its generators when it shuts down.
+            self._until_shutdown = _end_at_shutdown(self._idle)
+            await anext(self._until_shutdown)
+        return await anyio.to_thread.run_sync(_Process)
+
+
+async def _end_at_shutdown(processes: list[_Process]) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        _end_all(processes)
+
+
+def _end_all(processes: list[_Process]) -> None:
+    while processes:
+        processes.pop().end()
+
+
+def _pool() -> _Pool:
+    """The pool of this event loop."""
+    try:
+        return _pools.get()
     except LookupError:
-        limiter = anyio.CapacityLimiter(max(2, os.cpu_count() or 2))
-        _limiters.set(limiter)
-        return limiter
+        pool = _Pool()
+        _pools.set(pool)
+        return pool
 
 
-def _ready(module: str, file: str | None) -> None:
-    """In the worker: a worker that has done this can call the functions of ``module``."""
-    _imported(module, file)
+def _limiter() -> anyio.CapacityLimiter:
+    """How many calls run at once on this event loop."""
+    return _pool().limiter
 
 
-def _call(module: str, file: str | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In the worker: find the function that was decorated, and call it."""
-    found: Any = _imported(module, file)
-    for part in name.split("."):
-        found = getattr(found, part)
-    found = getattr(found, "function", found)  # a tool's
-    return found.__wrapped__(*args, **kwargs)
-
-
-def _imported(module: str, file: str | None) -> Any:
-    if module in sys.modules:
-        return sys.modules[module]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        # A recipe's Python file has a name that only the parent knows.
-        spec = importlib.util.spec_from_file_location(module, file) if file is not None else None
-        if spec is None or spec.loader is None:
-            raise
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules[module] = loaded
-        spec.loader.exec_module(loaded)
-        return loaded
+def _script() -> tuple[str, bool] | None:
+    """The main script as a worker may run it, if something in it is asked for: its module or its file."""
+    main = sys.modules.get(_MAIN)
+    file = getattr(main, "__file__", None)
+    if file is None or not _has_guard(Path(file)):
+        return None
+    spec = getattr(main, "__spec__", None)
+    return (str(Path(file).absolute()), False) if spec is None else (spec.name, True)
