@@ -1,10 +1,13 @@
 """What becomes of failures: how often members and groups are tried again, and when a run has had enough of them.
 
-A *member* fails when its machinery does (``EnvironmentFailure``, a deadline, ``SamplingError``) or user code raises.
-The first kind is tried again with a fresh environment; a member that fails for good takes its *group* along, because a
-group without its failures would be biased to what does not fail. The group is rolled out anew, and then dropped: its
-row is recorded as dropped with the cause, and another one takes its place. User code that raises (a grader, say) is
-not tried again, and drops its member only; a group without any member left is dropped.
+A *member* fails when its machinery does (``EnvironmentFailure``, a deadline, ``SamplingError``), when a server refuses
+its request for good (``RequestRefused``), or when user code raises. The first kind is tried again with a fresh
+environment; a member that fails for good takes its *group* along, because a group without its failures would be biased
+to what does not fail. The group is rolled out anew, and then dropped: its row is recorded as dropped with the cause,
+and another one takes its place. The other two kinds are answers and no accidents: they are not tried again, and drop
+their member only. To throw its siblings away would cost their tokens and cure nothing, for drawing until no member is
+refused is the same selection. A group without any member left is dropped; one with fewer than
+``completion.min_members`` rewards is compared with its batch, as always.
 
 Failures *in a row* end the run, with the first error of the row. One outage fails everything that is in flight and is
 one failure: only attempts that began after the last counted failure are counted. So a run with thousands of
@@ -16,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidValue, RequestRefused, SamplingError
 from asyncrl.scheduling.rules import require_count
 
-__all__ = ["FailureBudget", "Failures"]
+__all__ = ["FailureBudget", "Failures", "is_accident"]
 
 _LONGEST_DELAY_S = 60.0
 
@@ -49,6 +52,13 @@ class Failures:
             raise ConfigError.for_value(
                 "failures.retry_delay", self.retry_delay, f"from 0 to {_LONGEST_DELAY_S:.0f} seconds"
             )
+
+
+def is_accident(error: BaseException | None) -> bool:
+    """True if the machinery failed, and another attempt may do better; a value or a request that is wrong stays so."""
+    if isinstance(error, InvalidValue | RequestRefused):
+        return False
+    return isinstance(error, EnvironmentFailure | SamplingError)
 
 
 class _Row:

@@ -2,8 +2,9 @@
 
 A member that fails is a value with its error, and so is a group. If the machinery failed (``InfrastructureError``, a
 timeout, the sampling servers) the member is tried again with a fresh environment, then the whole group is, and then the
-group is given up. If user code failed (a reward that raises), the member is dropped and never becomes reward 0; a group
-without any member left is given up. ``failures.py`` is the rule, and says when a run ends for its failures.
+group is given up. If user code failed (a reward that raises) or a server refused the request for good, the member is
+dropped and never becomes reward 0; a group without any member left is given up. ``failures.py`` is the rule, and says
+when a run ends for its failures.
 
 With a deadline the conversations of stragglers are cancelled where they are, in a tool or a request; a reward that is
 being computed is not, because its conversation is complete.
@@ -19,12 +20,9 @@ import anyio
 
 from asyncrl.endings import WhenBegun
 from asyncrl.errors import (
-    EnvironmentFailure,
-    InvalidValue,
     LearnerError,
     ObserverError,
     PublicationError,
-    SamplingError,
     StalenessError,
 )
 from asyncrl.events import (
@@ -38,6 +36,7 @@ from asyncrl.events import (
 from asyncrl.plain import error_text
 from asyncrl.rollout.calls import Deadline, call_user
 from asyncrl.rollout.env import Env, EnvFactory
+from asyncrl.rollout.failures import is_accident
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, unsampled
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
@@ -211,9 +210,7 @@ class _GroupRun:
             self._report(traj)
             if final is not None:
                 raise final  # outside of the handler, so that it keeps its own cause
-            again = isinstance(traj.error, EnvironmentFailure | SamplingError) and not isinstance(
-                traj.error, InvalidValue
-            )
+            again = is_accident(traj.error)
             if again and self._progress.retries[member] < budget.rules.member_retries:
                 self._progress.retries[member] += 1
                 await anyio.sleep(budget.delay_s)

@@ -28,6 +28,10 @@ from asyncrl.types import IntArray, Segment, StopReason
 
 __all__ = ["Exchange", "Front", "Lost"]
 
+_NOT_NOW = frozenset({408, 425, 429})
+# Timeout, too early, too many requests: what routers and proxies before a server say when it is busy. All other 4xx
+# are about the request itself and stay true however often it is made.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
@@ -137,7 +141,7 @@ class Exchange:
         if response.status_code == 200:
             return self._answered(running, request, response, most_tokens)
         place, text = running.place, error_text(response.status_code, response.content)
-        if response.status_code >= 500:
+        if response.status_code >= 500 or response.status_code in _NOT_NOW:
             await self._aborts.abort(place, running.rid)
             return Lost(reason=text)
         if await _lost_adapter(place, request.adapter):
