@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.errors import CheckpointError, ConfigError
 
-__all__ = ["draft", "drafted", "locked", "numbered", "reading", "remove", "settle", "sweep", "sync"]
+__all__ = ["discard", "draft", "drafted", "locked", "numbered", "reading", "remove", "settle", "sweep", "sync"]
 
 _LOCK = ".lock"
 _LONGEST_NUMBER = 19
@@ -93,6 +93,12 @@ def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
+        path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Remove a file that is no longer needed. A folder in its place is somebody else's."""
+    if not path.is_dir():
         path.unlink(missing_ok=True)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import safetensors.numpy
 
-from asyncrl.checkpoint.files import draft, drafted, numbered, settle, sync
+from asyncrl.checkpoint.files import discard, draft, drafted, numbered, settle, sync
 from asyncrl.checkpoint.seals import DIGITS, damaged, sealed, unsealed
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
@@ -139,7 +139,7 @@ class Journal:
         """Remove the steps up to ``n``."""
         for step in self.steps():
             if step <= n:
-                self.path(step).unlink()
+                discard(self.path(step))
         sync(self._folder)
 
     def path(self, n: int) -> Path:

@@ -258,7 +258,8 @@ class Checkpoints:
         if n != self.state.n + 1:
             missing = self._journal.path(self.state.n + 1)
             raise self._snapshots.passed_over or CheckpointError(
-                f"{missing} is missing, and {path.name} is there; put back a copy of it, or use another folder"
+                f"{missing} is missing, {path.name} is there, and no snapshot of step {n - 1} in state; put back a "
+                "copy of what is missing, or use another folder"
             )
         try:
             self.state.apply(self._journal.read(n, sequences=False))

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from asyncrl.checkpoint.files import draft, numbered, settle
+from asyncrl.checkpoint.files import discard, draft, numbered, settle
 from asyncrl.checkpoint.journal import read_renewed
 from asyncrl.checkpoint.seals import LINES_END, damaged, sealed, unsealed
 from asyncrl.checkpoint.state import GroupState, RunState
@@ -68,7 +68,7 @@ class Snapshots:
         oldest = self._kept[0][0]
         for number in self._numbers():
             if number < oldest:
-                self._path(number).unlink()
+                discard(self._path(number))
         self._tokens.keep_only(shard for _, _, used in self._kept for shard in used)
         return min(n for _, n, _ in self._kept)
 

@@ -21,7 +21,7 @@ from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
-from asyncrl.checkpoint.files import numbered, reading, sync
+from asyncrl.checkpoint.files import discard, numbered, reading, sync
 from asyncrl.checkpoint.seals import damaged
 from asyncrl.checkpoint.values import dumps, loads
 from asyncrl.types import Message, Span, SpanKind, Trajectory
@@ -115,7 +115,7 @@ class TokenStore:
         needed = {*shards, *([self._shard] if self._file is not None else [])}
         for shard in numbered(self._folder, _PREFIX, _SUFFIX):
             if shard not in needed:
-                _path(self._folder, shard).unlink()
+                discard(_path(self._folder, shard))
 
     def adopt(self, traj: Trajectory, spans: Sequence[Place], messages: Sequence[Place]) -> None:
         """``traj`` was read from these places, where it may stay."""
