@@ -24,9 +24,10 @@ import anyio
 from anyio.abc import TaskStatus
 
 from asyncrl.config import Recipe, load_recipe
-from asyncrl.endings import first_error
+from asyncrl.endings import first_error, kept
 from asyncrl.errors import ConfigError
-from asyncrl.events import EvaluationFinished, Event, Events, StepFinished
+from asyncrl.events import EvaluationFinished, Event, Events, StepFinished, VersionPublished
+from asyncrl.pipes import lasting_streams
 from asyncrl.serving import add_server_options, serve
 
 if TYPE_CHECKING:
@@ -42,31 +43,47 @@ stdout carries one JSON line, the result; progress and errors go to stderr.
 exit codes:
   0    done, or stopped by the first SIGINT or SIGTERM (the result then has "stopped": true)
   1    the run failed; the first error is on stderr, --debug adds its traceback
-  2    the command line or the recipe is wrong; nothing was started
+  2    the command line or the recipe is wrong; nothing was sampled or trained
   130  exited at once: the second SIGINT (143: SIGTERM), or the first before the run began
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = _parser().parse_args(argv)
-    try:
-        arguments.command(arguments)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception as error:  # noqa: BLE001  the top: every error becomes a message and an exit code
-        return _report(first_error(error), debug=arguments.debug)
-    return 0
+    with lasting_streams():
+        arguments = _parser().parse_args(argv)
+        arguments.phase = phase = Phase()
+        try:
+            arguments.command(arguments)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except Exception as error:  # noqa: BLE001  the top: every error becomes a message and an exit code
+            return _report(first_error(error), debug=arguments.debug, begun=phase.begun)
+        return 0
 
 
-def _report(error: BaseException, *, debug: bool) -> int:
+def _report(error: BaseException, *, debug: bool, begun: bool = True) -> int:
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, ConfigError):
-        _say(str(error))
-        return 2
-    _say("\n".join([f"failed: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
-    return 1
+    refused = isinstance(error, ConfigError) and not begun
+    text = str(error) if refused else f"failed: {type(error).__name__}: {error}"
+    _say("\n".join([text, *getattr(error, "__notes__", ())]))
+    return 2 if refused else 1
+
+
+class Phase:
+    """Whether the run has begun: then an error is the run's, also if its class is that of a wrong option."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def observe(self, event: Event) -> None:
+        """Servers and learner are up, and the first version is live. Nothing was sampled before."""
+        self.begun = True
+
+    def follow(self, events: Events) -> None:
+        """Look for the beginning in ``events``."""
+        events.subscribe(self.observe, kinds=(VersionPublished,))
 
 
 class Outcome:
@@ -119,6 +136,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     events = composed.trainer.events
     events.subscribe(outcome.observe)
+    arguments.phase.follow(events)
     with _reporting(recipe, events, steps=composed.steps, debug=arguments.debug):
         stopped = anyio.run(_until_signal, work, backend="asyncio")
     _print_result({**outcome.summary(), "run_dir": str(directory)}, started, stopped)
@@ -143,10 +161,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     result: dict[str, object] = {}
 
     async def work() -> None:
-        async with composed.engine.opened(composed.trainer.events) as session:
+        async with kept(composed.engine.opened(composed.trainer.events)) as session:
             metrics = await evaluator.evaluate(session)
             result.update(heldout=metrics["reward_mean"], **metrics)
 
+    arguments.phase.follow(composed.trainer.events)
     with _reporting(recipe, composed.trainer.events, steps=0, debug=arguments.debug):
         stopped = anyio.run(_until_signal, work, backend="asyncio")
     _print_result(result, started, stopped)

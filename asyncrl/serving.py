@@ -71,7 +71,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 def serve(arguments: argparse.Namespace, *, say: Callable[[str], None], until_signal: UntilSignal) -> None:
     """Serve until a signal. Raises ``ConfigError`` before anything starts, ``ServerUnavailable`` if SGLang ends."""
-    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "debug", "backend")}
+    options = {
+        key: value for key, value in vars(arguments).items() if key not in ("command", "debug", "phase", "backend")
+    }
     options = {key: value for key, value in options.items() if value != []}
     _refuse(options, _SGLANG_ONLY if arguments.backend == "embedded" else _EMBEDDED_ONLY, arguments.backend)
     for name, key in (("api_key_env", "api_key"), ("admin_key_env", "admin_key")):

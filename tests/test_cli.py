@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import os
 import signal
@@ -17,9 +20,10 @@ from asyncrl import compose as composition
 from asyncrl.cli import Outcome, main
 from asyncrl.compose import ComposedRun
 from asyncrl.config import Recipe
-from asyncrl.events import EvaluationFinished, StepFinished
+from asyncrl.errors import ConfigError
+from asyncrl.events import EvaluationFinished, Event, StepFinished
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.testing.scripted import END, ByteRenderer, ScriptedSampler, scripted_policy
+from asyncrl.testing.scripted import END, ByteRenderer, ScriptedLearner, ScriptedSampler, scripted_policy
 from asyncrl.types import Message, Row
 
 RECIPE = """
@@ -197,6 +201,166 @@ def test_a_failing_run_is_exit_code_1_with_its_first_error(case: _Case) -> None:
     assert "asyncrl: failed: LookupError: the sampler is gone\nits last words\n" in errors
     assert "Traceback" not in errors
     assert "member_failed" in (case.directory / "run/events.jsonl").read_text(encoding="utf-8")
+
+
+class _WrongLate(rl.Env):
+    """Finds out in the middle of the run that an option is wrong."""
+
+    at = "reset"
+
+    async def reset(self, row: Row) -> list[Message]:
+        self._fail("reset")
+        return [{"role": "user", "content": "?"}]
+
+    async def reward(self, traj: rl.Trajectory, row: Row) -> float:
+        self._fail("reward")
+        return 0.0
+
+    def _fail(self, where: str) -> None:
+        if self.at == where:
+            raise ConfigError(f"found in {where}")
+
+
+class _WrongLearner(ScriptedLearner):
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at = at
+
+    async def open(self) -> None:
+        self._fail("open")
+
+    async def forward_backward(self, *args: Any) -> Any:
+        self._fail("forward_backward")
+        return await super().forward_backward(*args)
+
+    async def optimizer_step(self, *args: Any, **options: Any) -> Any:
+        self._fail("optimizer_step")
+        return await super().optimizer_step(*args, **options)
+
+    async def close(self) -> None:
+        self._fail("close")
+
+    def _fail(self, where: str) -> None:
+        if self._at == where:
+            raise ConfigError(f"found in {where}")
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [
+        *(("compose", 2), ("open", 2)),
+        *(("reset", 1), ("reward", 1), ("forward_backward", 1), ("optimizer_step", 1), ("close", 1), ("observer", 1)),
+    ],
+)
+def test_a_wrong_option_is_exit_code_2_only_before_the_run_begins(
+    case: _Case, monkeypatch: pytest.MonkeyPatch, command: str, where: str, code: int
+) -> None:
+    """The class of the error does not decide, but when it comes."""
+    if command == "eval" and where in ("forward_backward", "optimizer_step"):
+        pytest.skip("an evaluation trains nothing")
+    monkeypatch.setattr(_WrongLate, "at", where)
+
+    def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
+        if where == "compose":
+            raise ConfigError("found in compose")
+        engine = rl.RolloutEngine(
+            scripted_policy(learner=_WrongLearner(where)),
+            env=_WrongLate,
+            renderer=ByteRenderer(),
+            failures=rl.Failures(retry_delay=0.0),
+        )
+        evaluator = rl.Evaluator(rows=[7])
+        trainer = rl.AsyncTrainer(
+            engine=engine, optimizer=rl.Adam(lr=1.0), groups_per_step=2, group_size=2, evaluator=evaluator
+        )
+
+        def observe(event: Event) -> None:
+            if where == "observer" and isinstance(event, EvaluationFinished):
+                raise ConfigError("found in observer")
+
+        trainer.events.subscribe(observe)
+        return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=[0, 1, 2], steps=2)
+
+    if command == "train" and where in ("forward_backward", "optimizer_step"):
+
+        async def reward(self: Any, traj: rl.Trajectory, row: Row) -> float:
+            return float(traj.member)
+
+        monkeypatch.setattr(_WrongLate, "reward", reward)
+    monkeypatch.setattr(composition, "compose", compose)
+    found, lines, errors = case.train() if command == "train" else case.run("eval")
+    assert (found, lines) == (code, [])
+    assert f"found in {where}" in errors
+    assert ("failed: " in errors) == (code == 1)
+
+
+class _Pipe(io.StringIO):
+    """Its reader goes away before the ``most``-th call."""
+
+    def __init__(self, most: int, error: OSError) -> None:
+        super().__init__()
+        self._left = most
+        self._error = error
+
+    def write(self, text: str) -> int:
+        self._use()
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._use()
+
+    def _use(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "closed", "style"),
+    [
+        (BrokenPipeError(errno.EPIPE, "closed"), "both", "console"),
+        (BrokenPipeError(errno.EPIPE, "closed"), "both", "json"),
+        (BrokenPipeError(errno.EPIPE, "closed"), "out", "console"),
+        (OSError(errno.EIO, "no terminal"), "err", "console"),
+    ],
+)
+def test_a_run_outlives_the_readers_of_its_output(case: _Case, error: OSError, closed: str, style: str) -> None:
+    """Progress, logs and the result line, wherever the pipe is closed: the run goes on to its end, and ends with 0."""
+    for most in (0, 3, 8):
+        out, err = (_Pipe(most if closed in (name, "both") else 10_000, error) for name in ("out", "err"))
+        folder = case.directory / f"{closed}-{most}"
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(
+                ["train", str(case.directory / "recipe.toml"), "--run-dir", str(folder), "--set", f"run.log={style}"]
+            )
+        assert code == 0
+        assert len((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 5
+        if closed == "err":
+            assert json.loads(out.getvalue())["steps"] == 5
+
+
+def test_another_error_of_a_stream_is_not_hidden(case: _Case) -> None:
+    """A full disk has lost the result line."""
+    with contextlib.redirect_stdout(_Pipe(0, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
+        main(["--help"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["--help", "train nowhere.toml"])
+def test_the_command_ends_as_ever_in_a_pipe_that_is_closed(arguments: str) -> None:
+    """Also Python's own last look at its streams finds nothing to say."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "asyncrl", *arguments.split()]
+    try:
+        done = subprocess.run(command, check=False, stdout=write, stderr=subprocess.PIPE, timeout=60)
+        both = subprocess.run(command, check=False, stdout=write, stderr=write, timeout=60)
+    finally:
+        os.close(write)
+    assert done.returncode == both.returncode == (0 if arguments == "--help" else 2)
+    assert b"BrokenPipe" not in done.stderr
 
 
 def test_debug_shows_the_traceback(case: _Case) -> None:

@@ -39,6 +39,7 @@ LAYERS = {
     "asyncrl.endings": 2,
     "asyncrl.iteration": 2,
     "asyncrl.machine": 2,
+    "asyncrl.pipes": 2,
     "asyncrl.rollout": 2,
     "asyncrl.scheduling": 2,
     "asyncrl.sampling": 2,
