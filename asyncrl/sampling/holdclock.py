@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
-
-import anyio
 
 __all__ = ["HoldClock"]
 
@@ -24,12 +23,12 @@ class HoldClock:
 
     def now(self) -> float:
         """The time on this clock; only differences mean something."""
-        return (anyio.current_time() if self._holds == 0 else self._since) - self._held_s
+        return (_loop_time() if self._holds == 0 else self._since) - self._held_s
 
     def hold(self) -> None:
         """Stand still until ``let_go`` was called as often."""
         if self._holds == 0:
-            self._since = anyio.current_time()
+            self._since = _loop_time()
         self._holds += 1
         if self._also is not None:
             self._also.hold()
@@ -40,7 +39,7 @@ class HoldClock:
             return
         self._holds -= 1
         if self._holds == 0:
-            self._held_s += anyio.current_time() - self._since
+            self._held_s += _loop_time() - self._since
         if self._also is not None:
             self._also.let_go()
 
@@ -52,3 +51,8 @@ class HoldClock:
             yield
         finally:
             self.let_go()
+
+
+def _loop_time() -> float:
+    # What anyio.current_time() says, for a tenth of its time: each request asks twice.
+    return asyncio.get_running_loop().time()
