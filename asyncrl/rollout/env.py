@@ -31,7 +31,8 @@ __all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "env_factory"]
 T = TypeVar("T")
 Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
 
-_UNREADABLE = "error: the tool call could not be read; give the tool's name and its arguments as one JSON object"
+_REASON_CHARACTERS = 500
+# Of what a parser says about a call; it may quote it.
 
 
 class Env(ABC):
@@ -211,7 +212,9 @@ async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: E
 async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
     """What the model reads; raises only what is not its fault."""
     if call.arguments is None:
-        return _Reply(content=_UNREADABLE, failed=True)
+        name = f" of {call.name[:100]!r}" if call.name else ""
+        content = f"error: the tool call{name} could not be read: {call.error[:_REASON_CHARACTERS]}"
+        return _Reply(content=content, failed=True)
     if call.name not in tools:
         known = ", ".join(sorted(tools)) or "none"
         return _Reply(content=f"error: there is no tool {call.name!r}; there are: {known}", failed=True)

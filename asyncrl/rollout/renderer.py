@@ -4,39 +4,39 @@ Sampled ids are never decoded and encoded again. The prompt is tokenised once; a
 environment adds is, as framing that follows the sampled ids exactly, at a cost in proportion to the new text. Messages
 are a view: a chat template that would drop reasoning from earlier turns does not change what stands there.
 
-What takes long, by what it took before, is tokenised and read in a thread. Left out: images, and any protection against
-control tokens in what tools return.
+What users, rows and tools write never becomes a control token. What takes long, by what it took before, is tokenised
+and read in a thread. Left out: images.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.toolcalls import ParsedTurn, parse_hermes, parse_with_template
+from asyncrl.rollout.chattemplate import ChatTemplate, text_of
+from asyncrl.rollout.controltokens import ControlTokens, Tokenizer
+from asyncrl.rollout.notations import TAGS
+from asyncrl.rollout.roundtrip import Problem, notation_of, round_trip
+from asyncrl.rollout.toolcalls import ParsedTurn, parse_calls, parse_hermes, parse_with_template
 from asyncrl.rollout.tools import Tool, elide
 from asyncrl.types import IntArray, Message
 
 __all__ = ["ChatRenderer", "ParsedTurn", "Renderer", "TextRenderer", "load_renderer"]
 
 T = TypeVar("T")
-Tokenizer: TypeAlias = Any
-"""A transformers tokenizer, whose methods are annotated too loosely to be of use."""
 _INLINE_S = 0.003
 # The way to a thread and back is about 0.1 ms; what holds the loop for longer than this holds it for everybody.
 _THREADS = 2
 # Tokenising is pure computation: more threads would take the cores from the event loop.
 _FEW = 64
 # Characters or tokens; for fewer than these, what is constant counts for more than their number.
-_SENTINEL = "asyncrl:turn"
-_ASK: Message = {"role": "user", "content": "a"}
-_TURN: Message = {"role": "assistant", "content": _SENTINEL}
 
 
 class Renderer(Protocol):
@@ -61,8 +61,8 @@ class Renderer(Protocol):
     ) -> IntArray:
         """(T,) framing that follows ``turn_ids``: a missing terminator, the ``new`` messages, the next turn's opening.
 
-        ``before`` ends with the turn's message, for a renderer that has to look back; the two here need not.
-        ``turn_ids`` are the turn as sampled; they are looked at, not repeated.
+        ``before`` ends with the turn's message as ``parse`` gave it, its calls included: what a template writes may
+        depend on them. ``turn_ids`` are the turn as sampled; they are looked at, not repeated.
         """
         ...
 
@@ -71,7 +71,7 @@ class Renderer(Protocol):
         ...
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Read a sampled turn. Never raises because of what the model wrote."""
+        """Read a sampled turn, complete or not. Never raises because of what the model wrote."""
         ...
 
 
@@ -112,31 +112,34 @@ def _timed(compute: Callable[[], T]) -> tuple[T, float]:
 class _TokenizingRenderer:
     """What both renderers share: encoding, decoding, and doing it off the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, control: ControlTokens, ends: Sequence[int], stop: Sequence[str]) -> None:
         self.tokenizer = tokenizer
-        self.stop_token_ids = stop_token_ids
+        self.control = control
+        self.stop_token_ids = tuple(ends)
         self.stop = tuple(stop)
         threads = anyio.CapacityLimiter(_THREADS)
         self._writing = _OffLoop(threads)
         self._reading = _OffLoop(threads)
 
     async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
-        """See ``Renderer``."""
+        """See ``Renderer``. Counted as they will be encoded; parts of text become one text."""
 
         def shorten(message: Message) -> Message:
             content = message.get("content")
-            if message["role"] != "tool" or not isinstance(content, str):
+            if message.get("role") != "tool" or not content:
                 return message
-            return message | {"content": elide(content, max_tokens, self.tokenizer)}
+            text = text_of(content)
+            short = elide(text, max_tokens, self)
+            return message if short == text else message | {"content": short}
 
         return await self._off_loop(messages, lambda: [shorten(message) for message in messages])
 
-    async def _off_loop(self, messages: Sequence[Message], compute: Callable[[], T]) -> T:
-        return await self._writing(sum(len(message.get("content") or "") for message in messages), compute)
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a text as content: none of them is a control token."""
+        return self.control.encode(self.control.shield(text))
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    async def _off_loop(self, messages: Sequence[Message], compute: Callable[[], T]) -> T:
+        return await self._writing(sum(_size(message.get("content")) for message in messages), compute)
 
     def _text(self, turn_ids: IntArray) -> str:
         """The turn as text, without what ended it."""
@@ -148,29 +151,30 @@ class _TokenizingRenderer:
 
 
 class TextRenderer(_TokenizingRenderer):
-    """Concatenates contents: for base models, and for prompts that spell out their own form.
+    """Concatenates contents: for base models, and for prompts that spell out their own form in plain text.
 
-    ``stop`` are strings that end a turn, as the end-of-text token does. Tools are not announced, the environment's text
-    has to do that; calls in Hermes form are recognised.
+    ``stop`` are strings that end a turn, as the end-of-text token and the tokens ``ends`` do. Tools are not announced,
+    the environment's text has to do that; calls in Hermes form are recognised.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
-        super().__init__(tokenizer, _end_of_text(tokenizer), stop)
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), ends: Sequence[int] = ()) -> None:
+        super().__init__(tokenizer, ControlTokens(tokenizer), _known_ends(tokenizer, ends), stop)
         specials: list[int] = tokenizer.encode("")
-        # Models that want a beginning-of-text token want it once, in front.
+        # Models that want a beginning-of-text token want it once, in front, also where a prompt spells it out.
         self._opening = specials[:1] if specials and specials[0] == tokenizer.bos_token_id else []
+        self._bos = str(tokenizer.bos_token or "") if self._opening else ""
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
         """See ``Renderer``."""
-        text = _joined(messages)
-        return _ids(await self._off_loop(messages, lambda: self._opening + self._encode(text)))
+        text = _joined(messages).removeprefix(self._bos)
+        return _ids(await self._off_loop(messages, lambda: self._opening + self.encode(text)))
 
     async def continuation(
         self, before: Sequence[Message], new: Sequence[Message], turn_ids: IntArray, tools: Sequence[Tool]
     ) -> IntArray:
         """See ``Renderer``. Text has no terminator, so none is added."""
         text = _joined(new)
-        return _ids(await self._off_loop(new, lambda: self._encode(text)))
+        return _ids(await self._off_loop(new, lambda: self.encode(text)))
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """See ``Renderer``."""
@@ -178,27 +182,42 @@ class TextRenderer(_TokenizingRenderer):
 
 
 class ChatRenderer(_TokenizingRenderer):
-    """Renders with the tokenizer's chat template.
+    """Renders with the tokenizer's chat template; see ``ChatTemplate`` for what it must be like.
 
-    What follows a turn is found by rendering a small conversation whose model message is a mark, and taking the text
-    behind the mark: its terminator, the new messages, the opening of the next turn. This is right if that text does not
-    depend on earlier turns, and if a special token ends each model message; otherwise the constructor raises
-    ``ConfigError``. ``stop`` are strings that end a turn beside that token.
+    ``stop`` are strings that end a turn beside the template's terminator, the end-of-text token and the tokens
+    ``ends``. ``template_options`` are variables of the template, such as ``enable_thinking``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template; use the text renderer for this model")
-        self._terminator = _terminator(tokenizer)
-        ends = tuple(dict.fromkeys((self._terminator, *_end_of_text(tokenizer))))
-        super().__init__(tokenizer, ends, stop)
-        self._short_prompt = _render(tokenizer, [_ASK], (), generate=True)
+        control = ControlTokens(tokenizer)
+        known = _known_ends(tokenizer, ends)
+        self.template = ChatTemplate(tokenizer, control, ends=known, options=template_options)
+        super().__init__(tokenizer, control, self.template.ends, stop)
+        self._own_reader = getattr(tokenizer, "response_template", None) is not None
+        self.notation = None if self._own_reader else notation_of(self.template, set(control.texts.values()))
+        """How the model writes calls; None if the tokenizer's own response template or nothing says so."""
+
+    def check(self, tools: Sequence[Tool]) -> list[Problem]:
+        """Take one conversation with every tool through the whole round trip; see ``round_trip``. Quick, no thread."""
+        return round_trip(self.template, tools, self._read, spelled=self._spelled)
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
         """See ``Renderer``."""
 
         def render() -> list[int]:
-            return self._encode(_render(self.tokenizer, messages, tools, generate=True))
+            ids = self.control.encode(self.template.prompt(messages, tools))
+            # A template and a tokenizer may both put the beginning-of-text token in front.
+            bos = self.tokenizer.bos_token_id
+            return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
         return _ids(await self._off_loop(messages, render))
 
@@ -208,86 +227,89 @@ class ChatRenderer(_TokenizingRenderer):
         """See ``Renderer``."""
 
         def render() -> list[int]:
-            ids = self._encode(_after_mark(self.tokenizer, [_ASK, _TURN, *new], tools, generate=True))
             # Encoded with the terminator even if it is there already, so that the rest is split as after a terminator.
-            return ids[ids.index(self._terminator) + 1 :] if ended else ids
+            ids = self.control.encode(self.template.after(turn, new, tools))
+            place = next((place for place, id in enumerate(ids) if id in self.stop_token_ids), None)
+            if place is None:
+                return ids
+            own = self.template.own_ends
+            ended = last == ids[place] or (last in own and ids[place] in own)
+            return ids[place + 1 :] if ended else ids
 
-        ended = len(turn_ids) > 0 and turn_ids[-1] == self._terminator
+        turn = before[-1] if before and before[-1].get("role") == "assistant" else {}
+        last = int(turn_ids[-1]) if len(turn_ids) else None
         return _ids(await self._off_loop(new, render))
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """See ``Renderer``. Uses the tokenizer's own response template if it has one."""
 
-        def read() -> ParsedTurn:
-            text = self._text(turn_ids)
-            if getattr(self.tokenizer, "response_template", None) is None:
-                return parse_hermes(text)
-            schemas = [tool.schema for tool in tools]
-            return parse_with_template(self.tokenizer, text, prefix=self._short_prompt, tools=schemas)
+        return await self._reading(len(turn_ids), lambda: self._read(self._text(turn_ids), tools))
 
-        return await self._reading(len(turn_ids), read)
+    def _read(self, text: str, tools: Sequence[Tool]) -> ParsedTurn:
+        schemas = [tool.schema for tool in tools]
+        if self._own_reader:
+            return parse_with_template(self.tokenizer, text, prefix=self.template.opening, tools=schemas)
+        return parse_calls(text, self.notation or TAGS, tools=schemas, thinking=self.template.thinks)
+
+    def _spelled(self, text: str) -> bool:
+        """False if the tokenizer has no tokens for ``text``, as a toy of few words."""
+        return text in str(self.tokenizer.decode(self.encode(text)))
 
 
-def load_renderer(model_dir: Path, kind: Literal["chat", "text"] = "chat", *, stop: Sequence[str] = ()) -> Renderer:
-    """Make the renderer of the tokenizer in ``model_dir``. Reads files, so call it in a thread."""
+def load_renderer(
+    model_dir: Path,
+    kind: Literal["chat", "text"] = "chat",
+    *,
+    stop: Sequence[str] = (),
+    template_options: Mapping[str, Any] | None = None,
+) -> ChatRenderer | TextRenderer:
+    """Make the renderer of the tokenizer in ``model_dir``. Reads files, so call it in a thread.
+
+    The tokens that end a turn are those of the tokenizer and of the model's generation config together.
+    """
     if kind not in ("chat", "text"):
         raise ConfigError.for_value("renderer", kind, "'chat' or 'text'")
+    if kind == "text" and template_options:
+        raise ConfigError.for_value("template_options", dict(template_options), "empty for renderer 'text'")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    return ChatRenderer(tokenizer, stop=stop) if kind == "chat" else TextRenderer(tokenizer, stop=stop)
+    ends = _configured_ends(model_dir)
+    if kind == "text":
+        return TextRenderer(tokenizer, stop=stop, ends=ends)
+    return ChatRenderer(tokenizer, stop=stop, ends=ends, template_options=template_options)
 
 
-def _terminator(tokenizer: Tokenizer) -> int:
-    """The special token that ends a model message; raises ``ConfigError`` if the template cannot be continued."""
-    last = _after_mark(tokenizer, [_ASK, _TURN], (), generate=False)
-    then = _after_mark(tokenizer, [_ASK, _TURN, _ASK], (), generate=True)
-    earlier = [_ASK, {"role": "assistant", "content": "b"}]
-    if _after_mark(tokenizer, [*earlier, _ASK, _TURN, _ASK], (), generate=True) != then:
-        raise ConfigError(
-            "the chat template writes text after a turn that depends on earlier turns; it cannot be appended"
-        )
-    added = tokenizer.added_tokens_decoder
-    specials = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-    ends: list[int | None] = [
-        next((id for id in tokenizer.encode(text, add_special_tokens=False) if id in specials), None)
-        for text in (last, then)
-    ]
-    if ends[0] is None or ends[0] != ends[1]:
-        raise ConfigError(
-            f"the chat template ends a model message with {last!r}, and with {then!r} if another follows, but must end "
-            "it with the same special token"
-        )
-    return ends[0]
+def _configured_ends(model_dir: Path) -> list[int]:
+    """The end tokens that the model's own files list: its generation config's, or else its config's."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_dir / name
+        if not file.is_file():
+            continue
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{file}: is not a JSON object: {error}") from error
+        ends = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(end) is int and end >= 0 for end in ends):
+            raise ConfigError.for_value(f"{file}: eos_token_id", found, "a token id or a list of them")
+        if ends:
+            return ends
+    return []
 
 
-def _after_mark(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
-    text = _render(tokenizer, messages, tools, generate=generate)
-    _, mark, after = text.partition(_SENTINEL)
-    if not mark:
-        raise ConfigError(f"the chat template does not write a model message as it is: {text!r}")
-    return after
-
-
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
-    from jinja2 import TemplateError
-
-    schemas = [tool.schema for tool in tools] or None
-    try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tools=schemas, add_generation_prompt=generate, tokenize=False)
-        )
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ConfigError(f"the chat template refuses messages of the roles {roles}: {error}") from error
-
-
-def _end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+def _known_ends(tokenizer: Tokenizer, ends: Sequence[int]) -> tuple[int, ...]:
+    own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    return tuple(dict.fromkeys((*own, *ends)))
 
 
 def _joined(messages: Sequence[Message]) -> str:
-    return "".join(message["content"] for message in messages)
+    return "".join(text_of(message.get("content")) for message in messages)
+
+
+def _size(content: Any) -> int:
+    """Characters of a message's content."""
+    return len(content) if isinstance(content, str) else len(text_of(content))
 
 
 def _ids(ids: Sequence[int]) -> IntArray:

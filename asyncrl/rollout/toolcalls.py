@@ -1,24 +1,23 @@
 """Reading a model's message: its text, and the tool calls in it.
 
-Two notations: Hermes (``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, which Qwen uses too), and whatever
-the tokenizer's own response template describes. A call that cannot be read is kept as a ``ToolCall`` without arguments,
-so that the environment can say so to the model; nothing here raises because of what a model wrote.
+Reasoning is told from the answer first: a call inside of reasoning is a thought, and what stands in an answer or in a
+call's arguments ends no reasoning. Then the calls are read, in one of the notations of ``notations`` or as the
+tokenizer's own response template describes them. A call that cannot be read is kept as a ``ToolCall`` without
+arguments and with the reason, so that the environment can say so to the model; nothing here raises because of what a
+model wrote.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
+from asyncrl.rollout.notations import TAGS, Found, Notation, UnreadableCall, checked_call
 from asyncrl.types import Message, ToolCall
 
-__all__ = ["ParsedTurn", "parse_hermes", "parse_with_template"]
+__all__ = ["ParsedTurn", "parse_calls", "parse_hermes", "parse_with_template"]
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINK, _END_THINK = "<think>", "</think>"
 
 
@@ -32,26 +31,43 @@ class ParsedTurn:
     """In the order in which they were written, unreadable ones included."""
 
 
-def parse_hermes(text: str) -> ParsedTurn:
-    """Read Hermes calls. Reasoning stays in the content, as do calls that cannot be read.
+def parse_hermes(text: str, *, thinking: bool = False) -> ParsedTurn:
+    """Read calls between ``<tool_call>`` tags: as JSON (Hermes, Qwen3), XML (Qwen3.5, Nemotron) or pairs (GLM).
 
-    A call inside of reasoning is a thought, not a call. Example::
+    Example::
 
         parse_hermes('Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-        # content "Hm.", one ToolCall(name="add", arguments={"a": 1}, id="call_0")
+        # content "Hm.", one ToolCall(name="add", arguments={"a": 1}, id="call00000")
     """
-    reasoning, end, answer = text.rpartition(_END_THINK)
-    if _THINK in answer:  # it never stopped thinking
+    return parse_calls(text, TAGS, thinking=thinking)
+
+
+def parse_calls(
+    text: str, notation: Notation, *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False
+) -> ParsedTurn:
+    """Read calls in ``notation``. Reasoning stays in the content, as do calls that cannot be read.
+
+    ``thinking``: the prompt has opened reasoning. ``tools`` are schemas, by which notations without types tell a number
+    from a string.
+    """
+    reasoning, answer = _split_reasoning(text, notation, thinking=thinking)
+    if answer is None:
         return _turn({"content": text}, ())
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     calls: list[ToolCall] = []
-
-    def read(match: re.Match[str]) -> str:
-        body, closing = match.groups()
-        call = _read_call(body, id=f"call_{len(calls)}") if closing else _unreadable(len(calls), "it is not closed")
-        calls.append(call)
-        return match.group() if call.arguments is None else ""
-
-    content = reasoning + end + _CALL.sub(read, answer)
+    kept: list[str] = []
+    place = 0
+    for match in notation.find(answer):
+        found, readable = _read(match, notation, parameters)
+        if not found:
+            continue
+        calls.extend(_numbered(call, len(calls) + index) for index, call in enumerate(found))
+        kept.append(answer[place : match.start()])
+        place = match.end()
+        if not readable:
+            kept.append(match.group())
+    rest = "".join([*kept, answer[place:]])
+    content = reasoning + (notation.content(rest) if notation.content else rest)
     return _turn({"content": content.strip() if calls else content}, calls)
 
 
@@ -63,11 +79,51 @@ def parse_with_template(tokenizer: Any, text: str, *, prefix: str, tools: Sequen
     """
     try:
         message: Message = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) or None)
-    except ValueError as error:
-        return _turn({"content": text}, [_unreadable(0, str(error))])
-    found = message.pop("tool_calls", None) or []
-    calls = [_checked(call.get("function"), id=f"call_{index}") for index, call in enumerate(found)]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        return _turn({"content": text}, [_numbered(Found(error=str(error)), 0)])
+    calls = []
+    for index, call in enumerate(message.pop("tool_calls", None) or []):
+        try:
+            found = checked_call(call.get("function") if isinstance(call, Mapping) else call)
+        except UnreadableCall as error:
+            found = Found(name=error.name, error=str(error))
+        calls.append(_numbered(found, index))
     return _turn(message | {"content": message.get("content") or ""}, calls)
+
+
+def _split_reasoning(text: str, notation: Notation, *, thinking: bool) -> tuple[str, str | None]:
+    """Reasoning with its end tag, and the answer; None if it never stopped thinking.
+
+    Only what stands in front is reasoning. Some models are given their opening tag by a prompt that is not known here,
+    so that an end tag without one ends reasoning too, unless it stands inside of a call.
+    """
+    if thinking or text.lstrip().startswith(_THINK):
+        before, end, answer = text.partition(_END_THINK)
+        return (before + end, answer) if end else (text, None)
+    outside = 0
+    for match in notation.find(text) if _END_THINK in text else ():
+        place = text.find(_END_THINK, outside, match.start())
+        if place >= 0:
+            break
+        outside = match.end()
+    else:
+        place = text.find(_END_THINK, outside)
+    if place < 0 or _THINK in text[:place]:  # the answer mentions both
+        return "", text
+    return text[: place + len(_END_THINK)], text[place + len(_END_THINK) :]
+
+
+def _read(match: Any, notation: Notation, parameters: Mapping[str, Any]) -> tuple[Sequence[Found], bool]:
+    """What a match of the notation's pattern calls, and whether all of it could be read."""
+    try:
+        return notation.read(match, parameters), True
+    except UnreadableCall as error:
+        return [Found(name=error.name, error=str(error))], False
+
+
+def _numbered(found: Found, index: int) -> ToolCall:
+    # Nine letters and digits, as some templates demand.
+    return ToolCall(name=found.name, arguments=found.arguments, id=found.id or f"call{index:05}", error=found.error)
 
 
 def _turn(message: Message, calls: Sequence[ToolCall]) -> ParsedTurn:
@@ -83,24 +139,3 @@ def _turn(message: Message, calls: Sequence[ToolCall]) -> ParsedTurn:
             for call in readable
         ]
     return ParsedTurn(message=message, tool_calls=tuple(calls))
-
-
-def _read_call(body: str, *, id: str) -> ToolCall:
-    try:
-        return _checked(orjson.loads(body), id=id)
-    except orjson.JSONDecodeError as error:
-        return ToolCall(name="", arguments=None, id=id, error=f"it is not JSON: {error}")
-
-
-def _checked(call: Any, *, id: str) -> ToolCall:
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str):
-        return ToolCall(name="", arguments=None, id=id, error="it is not an object with a name")
-    arguments = call.get("arguments")
-    if not isinstance(arguments, dict):
-        return ToolCall(name=name, arguments=None, id=id, error="its arguments are not an object")
-    return ToolCall(name=name, arguments=arguments, id=id)
-
-
-def _unreadable(index: int, error: str) -> ToolCall:
-    return ToolCall(name="", arguments=None, id=f"call_{index}", error=error)

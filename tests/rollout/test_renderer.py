@@ -22,7 +22,7 @@ FAMILIES = sorted(TERMINATORS)
 USER: Message = {"role": "user", "content": "2+2?"}
 MODEL: Message = {"role": "assistant", "content": "4"}
 AGAIN: Message = {"role": "user", "content": "sure?"}
-RESULT: Message = {"role": "tool", "name": "add", "tool_call_id": "call_0", "content": "four"}
+RESULT: Message = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "four"}
 
 
 @tool
@@ -159,10 +159,9 @@ async def test_messages_that_hold_the_mark_are_whole(make_tokenizer: MakeTokeniz
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("{{ m.role }}: {{ m.content }}\n", "same special token"),
+        ("{{ m.role }}: {{ m.content }}\n", "must end it with a special token"),
         ("{{ m.content }}<eos>{{ loop.index }}", "depends on earlier turns"),
         ("{{ m.content | upper }}<eos>", "does not write a model message as it is"),
-        ("{{ m.content }}{{ '<eos>' if loop.last else '<bos>' }}", "same special token"),
         ("{{ raise_exception('users only') if m.role != 'user' }}", "refuses messages of the roles .*users only"),
     ],
 )

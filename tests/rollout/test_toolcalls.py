@@ -22,13 +22,13 @@ def test_several_calls_are_read_in_their_order() -> None:
         "First.\n" + call('{"name": "add", "arguments": {"a": 1}}') + call('{"name": "end", "arguments": {}}')
     )
     assert turn.tool_calls == (
-        ToolCall(name="add", arguments={"a": 1}, id="call_0"),
-        ToolCall(name="end", arguments={}, id="call_1"),
+        ToolCall(name="add", arguments={"a": 1}, id="call00000"),
+        ToolCall(name="end", arguments={}, id="call00001"),
     )
     assert turn.message["content"] == "First."
     assert turn.message["role"] == "assistant"
     assert turn.message["tool_calls"][0] == {
-        "id": "call_0",
+        "id": "call00000",
         "type": "function",
         "function": {"name": "add", "arguments": {"a": 1}},
     }
@@ -48,18 +48,18 @@ def test_a_message_without_calls_is_kept_as_it_is() -> None:
         ('{"arguments": {}}', "", "not an object with a name"),
         ('["add"]', "", "not an object with a name"),
         ('{"name": "add", "arguments": [1]}', "add", "not an object"),
-        ('{"name": "add"}', "add", "not an object"),
+        ('{"name": "add", "arguments": 1}', "add", "not an object"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_kept_with_the_reason(body: str, name: str, error: str) -> None:
     """It has no arguments, stays in the content, and does not hide the calls beside it."""
     turn = parse_hermes(call(body) + call('{"name": "end", "arguments": {}}'))
     bad, good = turn.tool_calls
-    assert (bad.name, bad.arguments, bad.id) == (name, None, "call_0")
+    assert (bad.name, bad.arguments, bad.id) == (name, None, "call00000")
     assert error in bad.error
-    assert good == ToolCall(name="end", arguments={}, id="call_1")
+    assert good == ToolCall(name="end", arguments={}, id="call00001")
     assert turn.message["content"] == call(body)
-    assert [called["id"] for called in turn.message["tool_calls"]] == ["call_1"]
+    assert [called["id"] for called in turn.message["tool_calls"]] == ["call00001"]
 
 
 def test_a_call_that_was_cut_off_is_not_run() -> None:
@@ -113,7 +113,7 @@ def read() -> Reader:
 def test_the_tokenizers_own_notation_is_read(read: Reader) -> None:
     """Calls and reasoning are told apart as its response template says, also if the prompt opened the reasoning."""
     turn = read('Hm[/think][call add]{"a": 1}[/call]', opening="[think]")
-    assert turn.tool_calls == (ToolCall(name="add", arguments={"a": 1}, id="call_0"),)
+    assert turn.tool_calls == (ToolCall(name="add", arguments={"a": 1}, id="call00000"),)
     assert turn.message["reasoning_content"] == "Hm"
     assert turn.message["content"] == ""
     assert read("42").message == {"role": "assistant", "content": "42"}

@@ -1,0 +1,411 @@
+"""Notations of tool calls: how the families of models write a call, and how it is read back.
+
+Each is a pattern that finds a call in a text, and a function that reads the match. Which of them a model uses shows in
+what its chat template writes for a call. A reader gives ``Found`` values, none if the match is no call at all, or
+raises ``UnreadableCall`` with the reason, which the model is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import orjson
+
+__all__ = ["NOTATIONS", "TAGS", "Found", "Notation", "UnreadableCall", "checked_call"]
+
+Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Tool -> JSON schema of its arguments."""
+_LONG_INTEGER = re.compile(rb"\d{19}")
+_NAMES: Mapping[str, object] = {"true": True, "false": False, "null": None, "none": None}
+
+
+class UnreadableCall(ValueError):
+    """A call that cannot be read; ``name`` is the tool's, if so much could be read."""
+
+    def __init__(self, reason: str, name: str = "") -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A call as it was written; without arguments it could not be read, and ``error`` says why."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    id: str = ""
+    """If the notation writes one."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notation:
+    """One way to write calls."""
+
+    name: str
+    marker: str
+    """A token that only models have which write calls so."""
+    find: Callable[[str], Iterable[re.Match[str]]]
+    """Where a text calls something."""
+    read: Callable[[re.Match[str], Parameters], Sequence[Found]]
+    content: Callable[[str], str] | None = None
+    """What of the rest is said to the user; None: all."""
+
+
+def checked_call(call: object) -> Found:
+    """A call given as an object with a name and arguments. Raises ``UnreadableCall``."""
+    if not isinstance(call, Mapping):
+        raise UnreadableCall("it is not an object with a name")
+    name = call.get("name", call.get("tool_name"))
+    if not isinstance(name, str):
+        raise UnreadableCall("it is not an object with a name")
+    # Without them: no arguments, as for a tool without parameters; the tool itself knows which it misses.
+    arguments: Any = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments, name)
+    if not isinstance(arguments, dict):
+        raise UnreadableCall("its arguments are not an object", name)
+    id = call.get("id", call.get("tool_call_id"))
+    return Found(name=name, arguments=arguments, id=id if isinstance(id, str) else "")
+
+
+def _json(text: str, name: str = "") -> Any:
+    try:
+        encoded = text.encode()
+        if _LONG_INTEGER.search(encoded):
+            # orjson makes a float of an integer over 64 bits. It still says whether this is JSON at all.
+            orjson.loads(encoded)
+            return json.loads(encoded)
+        return orjson.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableCall(f"it is not JSON: {error}", name) from error
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """A value of a notation that does not tell text from other values, as its schema wants it."""
+    wanted = _types(schema)
+    if wanted == {"string"}:
+        return text
+    stripped = text.strip()
+    if stripped.lower() in _NAMES:
+        value: Any = _NAMES[stripped.lower()]
+    else:
+        try:
+            value = _json(stripped)
+        except UnreadableCall:
+            return text
+    fits = not wanted or not wanted & {"string"} or bool(_types_of(value) & wanted)
+    return value if fits else text
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    kinds = {schema["type"]} if isinstance(schema.get("type"), str) else set()
+    for choice in schema.get("anyOf", ()):
+        kinds |= _types(choice)
+    for value in schema.get("enum", [schema["const"]] if "const" in schema else []):
+        kinds |= _types_of(value)
+    return kinds
+
+
+def _types_of(value: object) -> set[str]:
+    for kind, names in (
+        (bool, {"boolean"}),
+        (int, {"integer", "number"}),
+        (float, {"number"}),
+        (str, {"string"}),
+        (dict, {"object"}),
+        (list, {"array"}),
+    ):
+        if isinstance(value, kind):
+            return names
+    return {"null"}
+
+
+def _pairs(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> Found:
+    known = parameters.get(name, {}).get("properties", {})
+    return Found(name=name, arguments={key: _typed(value, known.get(key, {})) for key, value in pairs})
+
+
+# <tool_call> .. </tool_call>
+
+_XML = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_XML_PAIR = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_KEYED = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
+_KEYED_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _read_tags(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    body, closing = match["body"], match["end"]
+    if not closing:
+        raise UnreadableCall("it is not closed")
+    if xml := _XML.fullmatch(body):
+        return [_pairs(xml[1].strip(), _XML_PAIR.findall(xml[2]), parameters)]
+    if keyed := _KEYED.fullmatch(body):
+        return [_pairs(keyed[1], _KEYED_PAIR.findall(keyed[2]), parameters)]
+    found = _json(body)
+    return [checked_call(call) for call in found] if isinstance(found, list) and found else [checked_call(found)]
+
+
+_TAGGED = re.compile(r"<tool_call>(?P<body>.*?)(?P<end></tool_call>|\Z)", re.DOTALL)
+_WHOLE = re.compile(r"<tool_call>(?P<body>.*)(?P<end></tool_call>)", re.DOTALL)
+_JSON_START = re.compile(r"\s*(?=\{)")
+_CLOSE = re.compile(r"\s*</tool_call>")
+_XML_CLOSE = re.compile(r"</function>\s*</tool_call>")
+
+
+def _find_tags(text: str) -> Iterator[re.Match[str]]:
+    place = 0
+    while match := _TAGGED.search(text, place):
+        end = _end_of_tags(text, match.start("body"))
+        if end is not None and end > match.end():
+            match = _WHOLE.fullmatch(text, match.start(), end) or match
+        yield match
+        place = max(match.end(), place + 1)
+
+
+def _end_of_tags(text: str, start: int) -> int | None:
+    """Where a call ends whose values may hold the closing tag; None if that cannot be told."""
+    if opening := _JSON_START.match(text, start):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, opening.end())
+        except (ValueError, RecursionError):
+            return None
+        close = _CLOSE.match(text, end)
+    elif text.startswith("<function=", start + len(text[start : start + 8]) - len(text[start : start + 8].lstrip())):
+        close = _XML_CLOSE.search(text, start)
+        if close is not None and re.search(r"<tool_call>\s*<function=", text[start : close.start()]):
+            return None
+    else:
+        return None
+    return None if close is None else close.end()
+
+
+TAGS = Notation(name="tags", marker="<tool_call>", find=_find_tags, read=_read_tags)
+"""Between ``<tool_call>`` tags."""
+
+
+# [name(key="value"), ..]
+
+
+def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    if not match["end"]:
+        raise UnreadableCall("it is not closed")
+    body = re.sub(r"""\\(?![\\'"abfnrtvxuUN0-7\n])""", r"\\\\", match["body"].strip())
+    if not body.startswith("["):
+        body = "[" + ",".join(line for line in body.splitlines() if line.strip()) + "]"
+    try:
+        tree = ast.parse(body, mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [_python_call(call) for call in calls]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, UnreadableCall):
+            raise
+        raise UnreadableCall(f"it is not a list of calls such as [name(key='value')]: {error}") from error
+
+
+def _python_call(call: ast.expr) -> Found:
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
+        raise UnreadableCall("it is not a list of calls such as [name(key='value')]")
+    name = ast.unparse(call.func)
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise UnreadableCall("its arguments are not all given by name", name)
+    return Found(name=name, arguments={str(keyword.arg): _python_value(keyword.value) for keyword in call.keywords})
+
+
+def _python_value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id.lower() in _NAMES:
+        return _NAMES[node.id.lower()]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_python_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [ast.literal_eval(key) if key is not None else None for key in node.keys]
+        return {str(key): _python_value(value) for key, value in zip(keys, node.values, strict=True)}
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | None):
+        raise UnreadableCall(f"{ast.unparse(node)} is no JSON value")
+    return value
+
+
+def _between(start: str, end: str) -> Callable[[str], Iterable[re.Match[str]]]:
+    return _pattern(re.escape(start) + r"(?P<body>.*?)(?P<end>" + re.escape(end) + r"|\Z)")
+
+
+def _pattern(pattern: str) -> Callable[[str], Iterable[re.Match[str]]]:
+    return re.compile(pattern, re.DOTALL).finditer
+
+
+# JSON, alone or in a list
+
+
+def _read_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    if not match["end"]:
+        raise UnreadableCall("it is not closed")
+    found = _json(match["body"])
+    return [checked_call(call) for call in found] if isinstance(found, list) else [checked_call(found)]
+
+
+def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    """The whole answer is one object or several; one without a tool's name is an answer that happens to be JSON."""
+    body, tagged = match["body"].strip(), bool(match["tag"])
+    calls: list[Found] = []
+    place = 0
+    decoder = json.JSONDecoder()
+    while place < len(body):
+        try:
+            found, place = decoder.raw_decode(body, place)
+            body.encode()
+        except (ValueError, RecursionError) as error:
+            if tagged or '"name"' in body[:64]:
+                raise UnreadableCall(f"it is not JSON: {error}") from error
+            return []
+        if not tagged and not (isinstance(found, dict) and "name" in found and len(found) <= 3):
+            return []
+        calls.append(checked_call(found))
+        place += len(body[place:]) - len(body[place:].lstrip(" \n;,"))
+    return calls
+
+
+# [TOOL_CALLS]
+
+
+def _read_bracketed(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    body = match["body"].strip()
+    if body.startswith("["):
+        found = _json(body)
+        return [checked_call(call) for call in found]
+    head, _, arguments = body.partition("[ARGS]") if "[ARGS]" in body else _before_brace(body)
+    name, _, id = head.partition("[CALL_ID]")
+    return [checked_call({"name": name.strip(), "arguments": _json(arguments or "{}", name.strip()), "id": id.strip()})]
+
+
+def _before_brace(body: str) -> tuple[str, str, str]:
+    head, brace, rest = body.partition("{")
+    return head, "", brace + rest
+
+
+# tokens around name and arguments
+
+
+def _read_named(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    name = re.sub(r"^functions\.|:\d+$", "", match["name"].strip())
+    id = match["name"].strip() if ":" in match["name"] else ""
+    body = match["body"].strip().removeprefix("```json").removesuffix("```")
+    return [checked_call({"name": name, "arguments": _json(body or "{}", name), "id": id})]
+
+
+_QUOTE = '<|"|>'
+
+
+def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    """``call:name{key:<|"|>text<|"|>,other:1}``"""
+    name, pieces = match["name"].strip(), match["body"].split(_QUOTE)
+    if not match["end"]:
+        raise UnreadableCall("it is not closed", name)
+    text = "".join(
+        json.dumps(piece) if index % 2 else re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', piece)
+        for index, piece in enumerate(pieces)
+    )
+    return [checked_call({"name": name, "arguments": _json(text, name)})]
+
+
+_INVOKE = re.compile(r'<(?:\w+:)?invoke name="([^"]+)">(.*?)</(?:\w+:)?invoke>', re.DOTALL)
+_INVOKE_PAIR = re.compile(r'<(?:\w+:)?parameter name="([^"]+)"[^>]*>(.*?)</(?:\w+:)?parameter>', re.DOTALL)
+
+
+def _read_invoked(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    if not match["end"]:
+        raise UnreadableCall("it is not closed")
+    calls = [_pairs(name, _INVOKE_PAIR.findall(body), parameters) for name, body in _INVOKE.findall(match["body"])]
+    if not calls:
+        raise UnreadableCall('it has no <invoke name="..">')
+    return calls
+
+
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+
+def _read_channel(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    recipient = _RECIPIENT.search(match["head"])
+    if recipient is None:
+        return []
+    return [checked_call({"name": recipient[1], "arguments": _json(match["body"] or "{}", recipient[1])})]
+
+
+def _final(text: str) -> str:
+    """What the channels say to the user; the text as it is if it has none."""
+    messages = list(_MESSAGE.finditer(text))
+    if not messages:
+        return text
+    said = [match["body"] for match in messages if (_CHANNEL.search(match["head"]) or [""])[0].endswith("final")]
+    return "".join(said)
+
+
+_MESSAGE = re.compile(
+    r"(?P<head>[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*)<\|message\|>(?P<body>.*?)"
+    r"(?:<\|(?:end|call|return)\|>|\Z)",
+    re.DOTALL,
+)
+
+NOTATIONS: tuple[Notation, ...] = (
+    TAGS,
+    Notation(
+        name="pythonic",
+        marker="<|tool_call_start|>",
+        find=_between("<|tool_call_start|>", "<|tool_call_end|>"),
+        read=_read_python,
+    ),
+    Notation(
+        name="python lines",
+        marker="<function_calls>",
+        find=_between("<function_calls>", "</function_calls>"),
+        read=_read_python,
+    ),
+    Notation(
+        name="brackets",
+        marker="[TOOL_CALLS]",
+        find=_pattern(r"\[TOOL_CALLS\](?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)"),
+        read=_read_bracketed,
+    ),
+    Notation(
+        name="call tokens",
+        marker="<｜tool▁calls▁begin｜>",
+        find=_pattern(
+            r"(?:<[|｜]tool[_▁]calls?(?:[_▁]section)?[_▁]begin[|｜]>\s*)*"
+            r"(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+)(?:<｜tool▁sep｜>|<\|tool_call_argument_begin\|>|\n)"
+            r"(?P<body>.*?)<[|｜]tool[_▁]call[_▁]end[|｜]>\s*(?:<[|｜]tool[_▁]calls(?:[_▁]section)?[_▁]end[|｜]>)?"
+        ),
+        read=_read_named,
+    ),
+    Notation(
+        name="quote tokens",
+        marker="<|tool_call>",
+        find=_pattern(r"<\|tool_call>\s*call:(?P<name>[^{<]+)(?P<body>\{.*?)(?P<end><tool_call\|>|\Z)"),
+        read=_read_quoted,
+    ),
+    Notation(
+        name="invoke",
+        marker="<minimax:tool_call>",
+        find=_pattern(r"<(?P<tag>\w+:(?:tool_call|function_calls))>(?P<body>.*?)(?:(?P<end></(?P=tag)>)|\Z)"),
+        read=_read_invoked,
+    ),
+    Notation(name="channels", marker="<|channel|>", find=_MESSAGE.finditer, read=_read_channel, content=_final),
+    Notation(
+        name="action", marker="<|START_ACTION|>", find=_between("<|START_ACTION|>", "<|END_ACTION|>"), read=_read_json
+    ),
+    Notation(
+        name="json tokens", marker="<|tool_call|>", find=_between("<|tool_call|>", "<|/tool_call|>"), read=_read_json
+    ),
+    Notation(
+        name="bare JSON",
+        marker="<|python_tag|>",
+        find=_pattern(r"\A\s*(?P<tag><\|python_tag\|>)?\s*(?P<body>\{.*)\Z"),
+        read=_read_bare_json,
+    ),
+)
+"""Tried in this order on what a template writes."""
