@@ -199,7 +199,7 @@ class RolloutSection:
     sampling_policy: SamplingPolicy = "trajectory"
     kv_cache: KVCache | None = None
     renderer: Literal["chat", "text"] = "chat"
-    template_options: Table = field(default_factory=dict)
+    template_options: Table | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
     stop: tuple[str, ...] = ()
     environment_timeout: float = 600.0

@@ -11,12 +11,10 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
-import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.endings import WhenBegun, kept
@@ -32,8 +30,9 @@ from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.group import run_group
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan
+from asyncrl.rollout.opening import open_renderer
 from asyncrl.rollout.progress import GroupProgress
-from asyncrl.rollout.renderer import Renderer, load_renderer
+from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.base import Sampler
 from asyncrl.sampling.sglang import SGLang
@@ -69,7 +68,7 @@ class EngineSession:
     @property
     def tools(self) -> tuple[str, ...]:
         """Names of the environment's tools, as far as they are known."""
-        return self._factory.tools
+        return tuple(tool.name for tool in self._factory.tools)
 
     @property
     def settings(self) -> SamplingSettings:
@@ -155,6 +154,7 @@ class RolloutEngine:
     ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
     published version for each request, as far as ``kv_cache`` lets it.
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
+    ``template_options``: variables of the chat template, such as ``enable_thinking``.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``failures``: how often what fails is tried again, and how many failures end the run.
     ``environment_timeout``: seconds for each call into the environment. ``trajectory_timeout``: for a whole trajectory,
@@ -175,6 +175,7 @@ class RolloutEngine:
         top_k: int = -1,
         seed: int = 0,
         renderer: Literal["chat", "text"] | Renderer = "chat",
+        template_options: Mapping[str, Any] | None = None,
         stop: Sequence[str] = (),
         failures: Failures | None = None,
         environment_timeout: float = 600.0,
@@ -194,6 +195,7 @@ class RolloutEngine:
         self._budget = budget or Budget()
         self._seed = seed
         self._renderer = renderer
+        self._template_options = dict(template_options or {})
         self._stop = tuple(stop)
         self.failures = failures or Failures()
         self._environment_timeout_s = environment_timeout
@@ -215,6 +217,7 @@ class RolloutEngine:
             **{name: getattr(self.settings, name) for name in ("temperature", "top_p", "top_k", "kv_cache")},
             "seed": self._seed,
             "renderer": self._renderer if isinstance(self._renderer, str) else type(self._renderer),
+            "template_options": self._template_options,
             "stop": self._stop,
             "lora_rank": self.policy.learner.lora_rank,
         }
@@ -229,7 +232,7 @@ class RolloutEngine:
             require_open_files(self.schedule.sample_requests)
         async with self.policy.opened(events, kv_cache=self.settings.kv_cache) as policy:
             budget = self._budget_within(policy.sampler, events)
-            renderer = await self._open_renderer(policy.learner.model_path)
+            renderer = await self._open_renderer(policy.learner.model_path, events)
             clock = PolicyClock(0 if restore is None else await restore(policy))
             started = anyio.current_time()
             await policy.publisher.stage(clock.published)
@@ -275,10 +278,15 @@ class RolloutEngine:
             events.emit(Notice(time=anyio.current_time(), name="context_limited_by_servers", keys=keys))
         return budget
 
-    async def _open_renderer(self, model: Path) -> Renderer:
+    async def _open_renderer(self, model: Path, events: Events) -> Renderer:
         if not isinstance(self._renderer, str):
+            if self._template_options:
+                allowed = "left out for a renderer of your own"
+                raise ConfigError.for_value("template_options", self._template_options, allowed)
             return self._renderer
-        return await anyio.to_thread.run_sync(partial(load_renderer, model, self._renderer, stop=self._stop))
+        return await open_renderer(
+            model, self._renderer, self._factory, events, stop=self._stop, template_options=self._template_options
+        )
 
     def rollout(
         self, rows: Sequence[Row], *, group_size: int, events: Events | None = None

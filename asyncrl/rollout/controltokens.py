@@ -22,8 +22,10 @@ Tokenizer: TypeAlias = Any
 
 CUT = "\u2e28asyncrl:cut\u2e29"
 """The mark: printable, so that it survives JSON and ``repr``, and cut itself where content has it."""
-QUESTION, TURN = "asyncrl:question", "asyncrl:turn"
-"""Stand for what was said where only what follows counts; cut in content too."""
+QUESTION = "asyncrl:question"
+"""Stands for what a user said where only what follows counts; cut in content too."""
+TURN = "asyncrl:turn"
+"""The same for what a model said."""
 _REPLACEMENT = "\ufffd"
 
 

@@ -103,15 +103,17 @@ class EnvFactory:
     create: Callable[[], Env]
     owned: bool
     """True if each trajectory has its own and closes it."""
-    tools: tuple[str, ...] = ()
-    """Names of its tools, as far as they are known without making one."""
+    tools: tuple[Tool, ...] = ()
+    """Its tools, as far as they are known without making one."""
+    answers: bool = False
+    """True if it has an answer of its own to turns, which may need no results of tools."""
 
 
 def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     """Take an instance, a class or a function without arguments. Raises ``ConfigError`` for anything else."""
     if isinstance(env, Env):
         shared = _valid(env)
-        return EnvFactory(create=lambda: shared, owned=False, tools=_tool_names(shared))
+        return EnvFactory(create=lambda: shared, owned=False, tools=_tools(shared), answers=_answers(shared))
     if not callable(env) or (isinstance(env, type) and not issubclass(env, Env)):
         raise ConfigError.for_value(
             "env", env, "an Env, a subclass of it, or a function without arguments that makes one"
@@ -125,7 +127,7 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     except TypeError as error:
         raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
     made = env.func if isinstance(env, partial) else env
-    return EnvFactory(create=_checking(env), owned=True, tools=_tool_names(made))
+    return EnvFactory(create=_checking(env), owned=True, tools=_tools(made), answers=_answers(made))
 
 
 def _checking(make: Callable[[], Env]) -> Callable[[], Env]:
@@ -141,9 +143,14 @@ def _checking(make: Callable[[], Env]) -> Callable[[], Env]:
     return create
 
 
-def _tool_names(env: object) -> tuple[str, ...]:
+def _tools(env: object) -> tuple[Tool, ...]:
     kind = env if isinstance(env, type) else type(env)
-    return tuple(tool.name for tool in kind.tools) if issubclass(kind, Env) else ()
+    return tuple(kind.tools) if issubclass(kind, Env) else ()
+
+
+def _answers(env: object) -> bool:
+    kind = env if isinstance(env, type) else type(env)
+    return issubclass(kind, Env) and kind.on_turn is not Env.on_turn
 
 
 E = TypeVar("E", Env, type[Env])

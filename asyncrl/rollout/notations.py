@@ -10,37 +10,20 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-import orjson
+from asyncrl.rollout.callvalues import (
+    Found,
+    Parameters,
+    UnreadableCall,
+    checked_call,
+    pairs_of,
+    python_call,
+    read_json,
+)
 
-__all__ = ["NOTATIONS", "TAGS", "Found", "Notation", "UnreadableCall", "checked_call"]
-
-Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Tool -> JSON schema of its arguments."""
-_LONG_INTEGER = re.compile(rb"\d{19}")
-_NAMES: Mapping[str, object] = {"true": True, "false": False, "null": None, "none": None}
-
-
-class UnreadableCall(ValueError):
-    """A call that cannot be read; ``name`` is the tool's, if so much could be read."""
-
-    def __init__(self, reason: str, name: str = "") -> None:
-        super().__init__(reason)
-        self.name = name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A call as it was written; without arguments it could not be read, and ``error`` says why."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    id: str = ""
-    """If the notation writes one."""
-    error: str = ""
+__all__ = ["NOTATIONS", "TAGS", "Notation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,80 +40,6 @@ class Notation:
     """What of the rest is said to the user; None: all."""
 
 
-def checked_call(call: object) -> Found:
-    """A call given as an object with a name and arguments. Raises ``UnreadableCall``."""
-    if not isinstance(call, Mapping):
-        raise UnreadableCall("it is not an object with a name")
-    name = call.get("name", call.get("tool_name"))
-    if not isinstance(name, str):
-        raise UnreadableCall("it is not an object with a name")
-    # Without them: no arguments, as for a tool without parameters; the tool itself knows which it misses.
-    arguments: Any = next((call[key] for key in ("arguments", "parameters") if call.get(key) is not None), {})
-    if isinstance(arguments, str):
-        arguments = _json(arguments, name)
-    if not isinstance(arguments, dict):
-        raise UnreadableCall("its arguments are not an object", name)
-    id = call.get("id", call.get("tool_call_id"))
-    return Found(name=name, arguments=arguments, id=id if isinstance(id, str) else "")
-
-
-def _json(text: str, name: str = "") -> Any:
-    try:
-        encoded = text.encode()
-        if _LONG_INTEGER.search(encoded):
-            # orjson makes a float of an integer over 64 bits. It still says whether this is JSON at all.
-            orjson.loads(encoded)
-            return json.loads(encoded)
-        return orjson.loads(encoded)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableCall(f"it is not JSON: {error}", name) from error
-
-
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A value of a notation that does not tell text from other values, as its schema wants it."""
-    wanted = _types(schema)
-    if wanted == {"string"}:
-        return text
-    stripped = text.strip()
-    if stripped.lower() in _NAMES:
-        value: Any = _NAMES[stripped.lower()]
-    else:
-        try:
-            value = _json(stripped)
-        except UnreadableCall:
-            return text
-    fits = not wanted or not wanted & {"string"} or bool(_types_of(value) & wanted)
-    return value if fits else text
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    kinds = {schema["type"]} if isinstance(schema.get("type"), str) else set()
-    for choice in schema.get("anyOf", ()):
-        kinds |= _types(choice)
-    for value in schema.get("enum", [schema["const"]] if "const" in schema else []):
-        kinds |= _types_of(value)
-    return kinds
-
-
-def _types_of(value: object) -> set[str]:
-    for kind, names in (
-        (bool, {"boolean"}),
-        (int, {"integer", "number"}),
-        (float, {"number"}),
-        (str, {"string"}),
-        (dict, {"object"}),
-        (list, {"array"}),
-    ):
-        if isinstance(value, kind):
-            return names
-    return {"null"}
-
-
-def _pairs(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> Found:
-    known = parameters.get(name, {}).get("properties", {})
-    return Found(name=name, arguments={key: _typed(value, known.get(key, {})) for key, value in pairs})
-
-
 # <tool_call> .. </tool_call>
 
 _XML = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
@@ -144,10 +53,10 @@ def _read_tags(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     if not closing:
         raise UnreadableCall("it is not closed")
     if xml := _XML.fullmatch(body):
-        return [_pairs(xml[1].strip(), _XML_PAIR.findall(xml[2]), parameters)]
+        return [pairs_of(xml[1].strip(), _XML_PAIR.findall(xml[2]), parameters)]
     if keyed := _KEYED.fullmatch(body):
-        return [_pairs(keyed[1], _KEYED_PAIR.findall(keyed[2]), parameters)]
-    found = _json(body)
+        return [pairs_of(keyed[1], _KEYED_PAIR.findall(keyed[2]), parameters)]
+    found = read_json(body)
     return [checked_call(call) for call in found] if isinstance(found, list) and found else [checked_call(found)]
 
 
@@ -201,34 +110,11 @@ def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[Found
     try:
         tree = ast.parse(body, mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [_python_call(call) for call in calls]
+        return [python_call(call) for call in calls]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, UnreadableCall):
             raise
         raise UnreadableCall(f"it is not a list of calls such as [name(key='value')]: {error}") from error
-
-
-def _python_call(call: ast.expr) -> Found:
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
-        raise UnreadableCall("it is not a list of calls such as [name(key='value')]")
-    name = ast.unparse(call.func)
-    if call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise UnreadableCall("its arguments are not all given by name", name)
-    return Found(name=name, arguments={str(keyword.arg): _python_value(keyword.value) for keyword in call.keywords})
-
-
-def _python_value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id.lower() in _NAMES:
-        return _NAMES[node.id.lower()]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_python_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [ast.literal_eval(key) if key is not None else None for key in node.keys]
-        return {str(key): _python_value(value) for key, value in zip(keys, node.values, strict=True)}
-    value = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | None):
-        raise UnreadableCall(f"{ast.unparse(node)} is no JSON value")
-    return value
 
 
 def _between(start: str, end: str) -> Callable[[str], Iterable[re.Match[str]]]:
@@ -245,7 +131,7 @@ def _pattern(pattern: str) -> Callable[[str], Iterable[re.Match[str]]]:
 def _read_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     if not match["end"]:
         raise UnreadableCall("it is not closed")
-    found = _json(match["body"])
+    found = read_json(match["body"])
     return [checked_call(call) for call in found] if isinstance(found, list) else [checked_call(found)]
 
 
@@ -276,11 +162,13 @@ def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[Fo
 def _read_bracketed(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     body = match["body"].strip()
     if body.startswith("["):
-        found = _json(body)
+        found = read_json(body)
         return [checked_call(call) for call in found]
     head, _, arguments = body.partition("[ARGS]") if "[ARGS]" in body else _before_brace(body)
     name, _, id = head.partition("[CALL_ID]")
-    return [checked_call({"name": name.strip(), "arguments": _json(arguments or "{}", name.strip()), "id": id.strip()})]
+    return [
+        checked_call({"name": name.strip(), "arguments": read_json(arguments or "{}", name.strip()), "id": id.strip()})
+    ]
 
 
 def _before_brace(body: str) -> tuple[str, str, str]:
@@ -295,7 +183,7 @@ def _read_named(match: re.Match[str], parameters: Parameters) -> Sequence[Found]
     name = re.sub(r"^functions\.|:\d+$", "", match["name"].strip())
     id = match["name"].strip() if ":" in match["name"] else ""
     body = match["body"].strip().removeprefix("```json").removesuffix("```")
-    return [checked_call({"name": name, "arguments": _json(body or "{}", name), "id": id})]
+    return [checked_call({"name": name, "arguments": read_json(body or "{}", name), "id": id})]
 
 
 _QUOTE = '<|"|>'
@@ -310,7 +198,7 @@ def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[Found
         json.dumps(piece) if index % 2 else re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', piece)
         for index, piece in enumerate(pieces)
     )
-    return [checked_call({"name": name, "arguments": _json(text, name)})]
+    return [checked_call({"name": name, "arguments": read_json(text, name)})]
 
 
 _INVOKE = re.compile(r'<(?:\w+:)?invoke name="([^"]+)">(.*?)</(?:\w+:)?invoke>', re.DOTALL)
@@ -320,7 +208,7 @@ _INVOKE_PAIR = re.compile(r'<(?:\w+:)?parameter name="([^"]+)"[^>]*>(.*?)</(?:\w
 def _read_invoked(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     if not match["end"]:
         raise UnreadableCall("it is not closed")
-    calls = [_pairs(name, _INVOKE_PAIR.findall(body), parameters) for name, body in _INVOKE.findall(match["body"])]
+    calls = [pairs_of(name, _INVOKE_PAIR.findall(body), parameters) for name, body in _INVOKE.findall(match["body"])]
     if not calls:
         raise UnreadableCall('it has no <invoke name="..">')
     return calls
@@ -334,7 +222,7 @@ def _read_channel(match: re.Match[str], parameters: Parameters) -> Sequence[Foun
     recipient = _RECIPIENT.search(match["head"])
     if recipient is None:
         return []
-    return [checked_call({"name": recipient[1], "arguments": _json(match["body"] or "{}", recipient[1])})]
+    return [checked_call({"name": recipient[1], "arguments": read_json(match["body"] or "{}", recipient[1])})]
 
 
 def _final(text: str) -> str:

@@ -86,7 +86,7 @@ def round_trip(
     """
     problems = [_announced(template, tools, spelled)] if tools else []
     for tool in tools:
-        problems += [_called(template, tool, tools, read), _answered(template, tool, tools)]
+        problems += [_called(template, tool, tools, read, spelled=spelled), _answered(template, tool, tools)]
     return _joined([problem for problem in problems if problem is not None])
 
 
@@ -103,7 +103,12 @@ def _announced(template: ChatTemplate, tools: Sequence[Tool], spelled: Callable[
 
 
 def _called(
-    template: ChatTemplate, tool: Tool, tools: Sequence[Tool], read: Callable[[str, Sequence[Tool]], ParsedTurn]
+    template: ChatTemplate,
+    tool: Tool,
+    tools: Sequence[Tool],
+    read: Callable[[str, Sequence[Tool]], ParsedTurn],
+    *,
+    spelled: Callable[[str], bool],
 ) -> Problem | None:
     arguments = _example(tool.parameters)
     try:
@@ -111,6 +116,8 @@ def _called(
     except ConfigError as error:
         return Problem(name="calls_not_written", tools=(tool.name,), reason=str(error), fatal=False)
     if tool.name not in text:
+        if not spelled(tool.name):
+            return None
         reason = "the chat template writes no calls, so how the model is to write them is not known"
         return Problem(name="calls_not_written", tools=(tool.name,), reason=reason, fatal=False)
     closing = "</think>" if template.thinks and "</think>" not in text else ""

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.rollout.notations import TAGS, Found, Notation, UnreadableCall, checked_call
+from asyncrl.rollout.callvalues import Found, UnreadableCall, checked_call
+from asyncrl.rollout.notations import TAGS, Notation
 from asyncrl.types import Message, ToolCall
 
 __all__ = ["ParsedTurn", "parse_calls", "parse_hermes", "parse_with_template"]
