@@ -116,7 +116,8 @@ class Exchange:
         work = work_of(len(request.input_ids), most_tokens)
         holds = self._labels.holds(_server(place))
         response: httpx.Response | None = None
-        with self._pool.request(place, rid, anchor=anchor, work=work) as running:
+        trajectory = request.trajectory_id
+        with self._pool.request(place, rid, trajectory=trajectory, anchor=anchor, work=work) as running:
             try:
                 # Whoever wants its end: it is aborted before its connection is cut.
                 response = await running.held.make(

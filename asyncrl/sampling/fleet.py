@@ -202,6 +202,10 @@ class Fleet:
         """See ``SGLang.context_tokens``."""
         return min((tokens for tokens in self._contexts.values() if tokens is not None), default=None)
 
+    def server_of(self, trajectory: str) -> str | None:
+        """See ``SGLang.server_of``."""
+        return (self.pool if self._front is None else self._front.pool).server_of(trajectory)
+
     def add(self, url: str) -> None:
         """See ``SGLang.add``."""
         (url,) = check_urls([url], key="url")

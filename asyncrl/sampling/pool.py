@@ -62,6 +62,7 @@ class Running:
     """A request of ours on a server. Interrupting ``held`` takes it away from there."""
 
     rid: str
+    trajectory: str
     anchor: int
     """The version that computed its prefix."""
     work: float
@@ -143,6 +144,11 @@ class Pool:
         """Our requests on ``url``, as they are now."""
         return tuple(self._servers[url].running) if url in self._servers else ()
 
+    def server_of(self, trajectory: str) -> str | None:
+        """Where the request of ``trajectory`` is, if it has one; looks at all requests, so this is for messages."""
+        found = (url for url in self._servers for each in self._servers[url].running if each.trajectory == trajectory)
+        return next(found, None)
+
     def limit(self, url: str) -> int:
         """Our requests that ``url`` may have."""
         return self._servers[url].limit if url in self._servers else UNLIMITED
@@ -222,10 +228,14 @@ class Pool:
         return choose(key, roomy or counts)
 
     @contextmanager
-    def request(self, place: Place, rid: str, *, anchor: int, work: float) -> Generator[Running, None, None]:
+    def request(
+        self, place: Place, rid: str, *, trajectory: str, anchor: int, work: float
+    ) -> Generator[Running, None, None]:
         """Count a request on ``place``, which must be in the pool."""
         server = self._servers[place.url]
-        running = Running(rid=rid, anchor=anchor, work=work, place=place, since=place.clock.now())
+        running = Running(
+            rid=rid, trajectory=trajectory, anchor=anchor, work=work, place=place, since=place.clock.now()
+        )
         server.running[running] = None
         if len(server.running) == 1:
             self.traffic.notify()

@@ -191,6 +191,10 @@ class SGLang:
         if self._fleet is not None:
             self._fleet.pool.set_version(url, version)
 
+    def server_of(self, trajectory: str) -> str | None:
+        """The server, or the router, that has a request of ``trajectory`` now; for messages."""
+        return None if self._fleet is None else self._fleet.server_of(trajectory)
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, about who takes requests and of which version, holds."""
         await self._open("wait_until").pool.changed.wait_until(condition)

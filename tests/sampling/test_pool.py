@@ -69,7 +69,7 @@ async def test_requests_are_taken_from_a_server_that_goes_out_and_left_on_a_susp
         tell(False)
 
     async def run() -> None:
-        with pool.request(place, "r", anchor=0, work=1.0) as running:
+        with pool.request(place, "r", trajectory="t", anchor=0, work=1.0) as running:
             try:
                 await running.held.make(anyio.sleep_forever(), told)
             except Interrupted:
@@ -79,6 +79,7 @@ async def test_requests_are_taken_from_a_server_that_goes_out_and_left_on_a_susp
         tasks.start_soon(run)
         await anyio.wait_all_tasks_blocked()
         assert pool.in_flight(URLS[0]) == 1
+        assert (pool.server_of("t"), pool.server_of("u")) == (URLS[0], None)
         pool.set_state(URLS[0], ServerState.SUSPECT)
         await anyio.wait_all_tasks_blocked()
         assert pool.in_flight(URLS[0]) == 1
