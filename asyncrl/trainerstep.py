@@ -118,11 +118,6 @@ class TrainerStep:
         gradient.
         """
         try:
-            if not self._admission.outstanding:
-                # Nothing can be sampled before the next publication frees slots.
-                clock = self._session.clock
-                await clock.wait_published(min(clock.published + 1, self.version))
-                self.times.end("publication")
             await self._forward_backward(size)
             if not self.assembly.has_gradient:
                 await self._end_without_gradient()
@@ -153,7 +148,7 @@ class TrainerStep:
             else:
                 chunk = await self._batches.take_chunk(remaining, self._plan.overlap)
                 remaining = self._batches.left(remaining - len(chunk)) if chunk else 0
-                self.times.end("wait_for_samples")
+                self._end_wait()
             self.groups += chunk
             if chunk:
                 indices = tuple(group.index for group in chunk)
@@ -171,10 +166,14 @@ class TrainerStep:
         batch = await self._batches.take(size)
         self.waits = tuple(self._batches.waits)
         self._batches.waits.clear()
-        self.times.end("wait_for_samples", of_which={"barrier": sum(wait.seconds for wait in self.waits)})
+        self._end_wait(barrier=sum(wait.seconds for wait in self.waits))
         for wait in self.waits:
             self._session.events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
         return batch
+
+    def _end_wait(self, *, barrier: float = 0.0) -> None:
+        published = self._admission.slot_wait.take()
+        self.times.end("wait_for_samples", of_which={"barrier": barrier, "publication": published})
 
     async def _assemble(self, groups: Sequence[Group], *, last: bool) -> list[TrainingSequence]:
         """Group by group: a batch of thousands is a second of work, and samples and tools are served in between."""

@@ -215,8 +215,9 @@ class TrainingRun:
                 return None
             if made_version:
                 await staged.send(self.clock.committed)
-                await self._save_weights()
                 step.times.end("publication")
+                await self._save_weights()
+                step.times.end("optimizer")  # and what keeps its result
             evaluated = await self._evaluate(n)
         except BaseException as error:
             if step.is_committed:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 
 from asyncrl.errors import StalenessError
 from asyncrl.scheduling.pulse import Pulse
+from asyncrl.scheduling.slotwait import SlotWait
 
 __all__ = ["Admission"]
 
@@ -65,6 +66,9 @@ class Admission:
         # What the books said of the groups of that batch.
         self._unpublished: dict[int, int] = {}
         # Committed version -> places of the batch that made it.
+        self._expected = 0
+        # Groups that the trainer waits for.
+        self.slot_wait = SlotWait()
         self._changed = Pulse()
 
     @property
@@ -120,6 +124,7 @@ class Admission:
         self.admitted += 1
         self._due[group] = None
         self._places += self._group_size
+        self._note_slot_wait()
         return group
 
     async def admit(self) -> int:
@@ -156,6 +161,11 @@ class Admission:
         self._taken[group] += members
         self._unsettled += members
 
+    def expect(self, groups: int) -> None:
+        """The trainer waits until so many groups are finished; 0: not any more."""
+        self._expected = groups
+        self._note_slot_wait()
+
     def settle(self, version: int | None) -> None:
         """The batch being trained is over: it made ``version``, or None and its slots are free at once."""
         if version is None:
@@ -186,6 +196,16 @@ class Admission:
     def _free(self, places: int) -> None:
         self._places -= places
         self._changed.notify()
+        self._note_slot_wait()
+
+    def _note_slot_wait(self) -> None:
+        """The trainer waits for a publication if the outstanding groups are too few for it, others are wanted, and
+        every slot for them is held, some by batches that are not published."""
+        waits = False
+        if self._expected and self._unpublished and self.admitted < self._quota and not self._may_admit():
+            coming = self._places - self._unsettled - sum(self._unpublished.values())
+            waits = coming < min(self._expected, self.left) * self._group_size
+        self.slot_wait.note(waits=waits)
 
     def _leave(self, group: int) -> int:
         """Take the group off the books; the places that it still has."""

@@ -8,7 +8,8 @@ it wait, so it goes first, as far as the barrier lets it take the place of a gro
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias
@@ -122,7 +123,8 @@ class Batches:
 
     async def take(self, size: int) -> list[Group]:
         """Take ``size`` groups, waiting for samples and at the barrier. Fewer, or none, if no more will come."""
-        await self._changed.wait_until(lambda: self._enough(size))
+        with self._expecting(size):
+            await self._changed.wait_until(lambda: self._enough(size))
         batch = self.take_nowait(size)
         if batch is not None:
             return batch
@@ -149,13 +151,22 @@ class Batches:
 
         Only for synchronous runs: there every outstanding group belongs to the current batch, so the barrier is open.
         """
-        await self._changed.wait_until(
-            lambda: (
-                len(self._ready) >= self.left(remaining)
-                or threshold.reached(sequences=self._sequences, tokens=self._tokens)
+        with self._expecting(remaining):
+            await self._changed.wait_until(
+                lambda: (
+                    len(self._ready) >= self.left(remaining)
+                    or threshold.reached(sequences=self._sequences, tokens=self._tokens)
+                )
             )
-        )
         return self._take_whole(sorted(self._ready)[:remaining])
+
+    @contextmanager
+    def _expecting(self, size: int) -> Iterator[None]:
+        self._admission.expect(size)
+        try:
+            yield
+        finally:
+            self._admission.expect(0)
 
     def _enough(self, size: int) -> bool:
         size = self.left(size)
