@@ -200,6 +200,8 @@ class RolloutEngine:
         self.failures = failures or Failures()
         self._environment_timeout_s = environment_timeout
         self._trajectory_timeout_s = math.inf if trajectory_timeout is None else trajectory_timeout
+        if isinstance(stop, str) or not all(isinstance(end, str) and end for end in self._stop):
+            raise ConfigError.for_value("stop", stop, "a sequence of texts that are not empty")
         _check_sampling(self.settings)
         if type(seed) is not int or not abs(seed) < 2**63:
             raise ConfigError.for_value("seed", seed, "an integer of at most 64 bits")

@@ -81,6 +81,8 @@ class SegmentSampled(Event):
     """From the wish to sample to the dispatch."""
     seconds: float
     """From the dispatch to the answer."""
+    cut_tokens: int = 0
+    """Of ``tokens``: sampled beyond a stop string that the server could not see, and not kept."""
     refilled: bool = False
     """The limit on KV age moved the trajectory to newer weights, and its whole prefix was computed again."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -134,6 +134,16 @@ class Segment:
         if position != len(self.tokens):
             raise ValueError(f"version spans {self.versions} do not cover {len(self.tokens)} tokens")
 
+    def cut(self, tokens: int) -> Segment:
+        """Its first ``tokens``, as a segment that completes its turn."""
+        versions = tuple(
+            VersionSpan(version=span.version, start=span.start, end=min(span.end, tokens))
+            for span in self.versions
+            if span.start < tokens
+        )
+        ids, logprobs = self.tokens[:tokens], self.logprobs[:tokens]
+        return replace(self, tokens=ids, logprobs=logprobs, versions=versions, stop=StopReason.STOP)
+
     @property
     def oldest_version(self) -> int:
         """Of its tokens, of which there is at least one."""
@@ -212,6 +222,9 @@ class Trajectory:
     """The environment's own bound on the tokens of the current turn."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls in the last complete turn."""
+    cut: bool = False
+    """The last message is of a turn that was cut off: what stands there is how far it came, and no call in it was run.
+    """
     over: bool = False
     """The environment ended the conversation: what is left is the reward."""
     env_state: bytes | None = None
@@ -228,7 +241,9 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """Text of the last model message, or an empty string."""
+        """Text of the last model message, as far as it came if it was cut off; empty if the model said nothing."""
+        if self.spans and not self.generated_tokens:
+            return ""  # a message of the assistant in the prompt is not the model's
         for message in reversed(self.messages):
             if message["role"] == "assistant":
                 return str(message.get("content") or "")

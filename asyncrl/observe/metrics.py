@@ -138,6 +138,7 @@ class MetricsRecorder:
         sums["sampling/prompt_tokens"] += event.prompt_tokens
         sums["sampling/cached_prompt_tokens"] += event.cached_tokens
         sums["sampling/kv_refreshes"] += event.refilled
+        sums["sampling/wasted_tokens"] += event.cut_tokens
         sums["sampling/queue_seconds"] += event.queue_seconds
         sums["sampling/request_seconds"] += event.seconds
 

@@ -74,6 +74,10 @@ class Renderer(Protocol):
         """Read a sampled turn, complete or not. Never raises because of what the model wrote."""
         ...
 
+    def text(self, ids: IntArray) -> str:
+        """What sampled ``ids`` say, where stop strings are looked for; asked only if there are any."""
+        ...
+
 
 class _OffLoop:
     """Computes on the event loop what will take less than ``_INLINE_S``, and in a thread what may take longer.
@@ -137,6 +141,10 @@ class _TokenizingRenderer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of a text as content: none of them is a control token."""
         return self.control.encode(self.control.shield(text))
+
+    def text(self, ids: IntArray) -> str:
+        """See ``Renderer``."""
+        return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     async def _off_loop(self, messages: Sequence[Message], compute: Callable[[], T]) -> T:
         return await self._writing(sum(_size(message.get("content")) for message in messages), compute)

@@ -24,6 +24,7 @@ from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
+from asyncrl.rollout.stops import ended
 from asyncrl.sampling.base import Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
 from asyncrl.scheduling.rules import KVCache
@@ -152,6 +153,14 @@ async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     traj.awaiting_reply = True
 
 
+async def _read_cut(traj: Trajectory, env: Env, context: RolloutContext) -> None:
+    """The conversation ran out of budget: what there is of an open turn is its last message. Its calls are not run."""
+    if traj.turn_tokens and not traj.awaiting_reply and not traj.cut:
+        parsed = await context.renderer.parse(traj.turn_ids(), env.tools)
+        traj.messages.append(parsed.message)
+        traj.cut = True
+
+
 async def _sample(
     traj: Trajectory, wanted: int, context: RolloutContext, allow: Callable[[Trajectory, int], int]
 ) -> Segment | None:
@@ -173,12 +182,13 @@ async def _sample(
             context.on_birth(traj.group, version)
             address = context.address(version, placed.anchor)
             context.activities[traj.id] = (traj, "sampling", dispatched)
-            segment = await context.sampler.sample(_request(traj, allowed, placed, address, context))
+            served = await context.sampler.sample(_request(traj, allowed, placed, address, context))
         finally:
             context.release(version)
     finally:
         context.requests.release()
-    _require_made(segment, context.versions.arriving)
+    _require_made(served, context.versions.arriving)
+    segment = ended(served, traj, context.renderer)
     now = context.now()
     traj.add_seconds("queue", dispatched - queued)
     traj.add_seconds("sampling", now - dispatched)
@@ -190,7 +200,8 @@ async def _sample(
             version=segment.oldest_version if segment.versions else version,
             prompt_tokens=traj.context_tokens,
             cached_tokens=segment.cached_tokens,
-            tokens=len(segment.tokens),
+            tokens=len(served.tokens),
+            cut_tokens=len(served.tokens) - len(segment.tokens),
             queue_seconds=dispatched - queued,
             seconds=now - dispatched,
             refilled=refilled,
@@ -327,6 +338,8 @@ async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is no finite number."""
     started = context.now()
     context.activities[traj.id] = (traj, "reward", started)
+    if traj.truncated is not None:
+        await _read_cut(traj, env, context)
     if traj.truncated is None:
         reward = checked_reward(await _ask(traj, context, env.reward, traj, traj.row), env.reward)
     else:

@@ -72,8 +72,12 @@ class ByteRenderer:
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """The bytes as text."""
-        text = turn_ids[turn_ids != END].astype(np.uint8).tobytes().decode("latin-1")
-        return ParsedTurn(message={"role": "assistant", "content": text}, tool_calls=())
+        return ParsedTurn(message={"role": "assistant", "content": self.text(turn_ids)}, tool_calls=())
+
+    def text(self, ids: IntArray) -> str:
+        """One character for each token but ``END``."""
+        said: bytes = ids[ids != END].astype(np.uint8).tobytes()
+        return said.decode("latin-1")
 
 
 def _bytes(text: str) -> IntArray:

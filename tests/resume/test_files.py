@@ -79,7 +79,7 @@ def test_every_field_of_a_trajectory_comes_back(tmp_path: Path) -> None:
     traj.turns, traj.turn_tokens, traj.segments, traj.empty_aborts, traj.attempt = 2, 3, 4, 5, 6
     traj.version, traj.anchor, traj.turn_cap = 3, 2, 64
     traj.stop, traj.truncated, traj.dropped = StopReason.LENGTH, TruncationCause.TURNS, DropReason.FAILED
-    traj.awaiting_reply = traj.over = True
+    traj.cut = traj.awaiting_reply = traj.over = True
     traj.tool_calls = [ToolCall(name="search", arguments={"q": ["a", 1]}, id="7"), ToolCall(name="", arguments=None)]
     traj.reward, traj.error = 0.1 + 0.2, KeyError("gone")
     traj.metrics, traj.seconds = {"tool_calls": 1.0}, {"sampling": 1 / 3}
