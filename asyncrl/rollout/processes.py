@@ -43,6 +43,8 @@ _TIMEOUT_S = 60.0
 _pools: RunVar[_Pool] = RunVar("asyncrl.worker_processes")
 _START_S = 60.0
 # For a new interpreter that imports the function's module.
+_END_S = 1.0
+# For the system to take a killed process away.
 _MAIN = "__main__"
 _SENDABLE = "something that can be sent to another process, such as numbers, text, lists and dataclasses of them"
 
@@ -235,7 +237,9 @@ class _Process:
         finally:
             if not done:
                 self._killed = True
-                self._process.kill()  # and the thread sees the end of its pipes
+                self._process.kill()  # which ends the thread too
+                with anyio.move_on_after(_END_S, shield=True):
+                    await anyio.to_thread.run_sync(self.end, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return reply
 
     def _exchange(self, request: Call) -> Reply:
@@ -288,16 +292,19 @@ class _Pool:
     async def _start(self) -> _Process:
         if self._until_shutdown is None:
             # The loop closes its generators when it shuts down.
-            self._until_shutdown = _end_at_shutdown(self._idle)
+            self._until_shutdown = _end_at_shutdown(self._idle, _end_all)
             await anext(self._until_shutdown)
         return await anyio.to_thread.run_sync(_Process)
 
 
-async def _end_at_shutdown(processes: list[_Process]) -> AsyncGenerator[None, None]:
+async def _end_at_shutdown(
+    processes: list[_Process], end_all: Callable[[list[_Process]], None]
+) -> AsyncGenerator[None, None]:
+    """``end_all`` is an argument because this may be closed when the interpreter has cleared its modules."""
     try:
         yield
     finally:
-        _end_all(processes)
+        end_all(processes)
 
 
 def _end_all(processes: list[_Process]) -> None:
