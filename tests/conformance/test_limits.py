@@ -76,6 +76,7 @@ async def test_a_server_tells_its_load(subject: Subject) -> None:
     assert load["max_total_num_tokens"] == subject.served.max_total_tokens
     assert load["max_running_requests"] == subject.served.max_running_requests
     assert 0 <= load["token_usage"] < 1
+    assert load["gen_throughput"] >= 0
 
 
 async def test_models_are_the_base_and_its_adapters(subject: Subject) -> None:

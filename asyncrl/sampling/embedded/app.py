@@ -346,6 +346,7 @@ class _Routes:
             "max_total_num_tokens": cache.slots,
             "max_running_requests": self._options.max_running_requests,
             "token_usage": (cache.slots - cache.free) / cache.slots,
+            "gen_throughput": self.service.tokens_per_second,
         }
         return _json({"timestamp": time.time(), "version": _VERSION, "num_accelerators": 1, "loads": [load]})
 

@@ -51,6 +51,8 @@ class Engine:
         self.cache = PrefixCache(model.slots)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.sampled_tokens = 0
+        """Of all requests, since it began."""
         self._tokenizer = tokenizer
         self._max_running_requests = max_running_requests
         self._random = random.Random(random_seed)
@@ -236,6 +238,7 @@ class Engine:
     def _draw(self, requests: Sequence[Request], hidden: torch.Tensor) -> list[Request]:
         uniforms = [self._uniform(request) for request in requests]
         tokens, logprobs = draw(self.model.logits(hidden), [request.wire for request in requests], uniforms)
+        self.sampled_tokens += len(requests)
         ended = []
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             request.append(token, logprob, self.label)

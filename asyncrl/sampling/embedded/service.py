@@ -22,6 +22,7 @@ import torch
 from asyncrl.learning.worker import Worker
 from asyncrl.sampling.embedded.engine import Engine
 from asyncrl.sampling.embedded.request import LoadedAdapter, Request
+from asyncrl.sampling.embedded.throughput import Throughput
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.sampling.wireserver import (
     ABORTED_WAITING,
@@ -81,12 +82,18 @@ class Service:
         # One at a time, as in SGLang: also while an unload waits for the requests that use the adapter.
         self._one_update = anyio.Lock()
         self._changed = Pulse()
+        self._throughput = Throughput()
 
     @property
     def load(self) -> tuple[int, int]:
         """Running and waiting requests."""
         running = len(self.engine.running)
         return running, self._computing - running + len(self._arrived)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all running requests, by the last steps; nothing if none runs."""
+        return self._throughput.now if self.engine.running else 0.0
 
     async def run(self) -> None:
         """Step for ever."""
@@ -97,7 +104,9 @@ class Service:
                     self._computing += len(self._arrived)
                     self.engine.waiting.extend(self._arrived)
                     self._arrived.clear()
-                self._leave(await self._worker.run(self._steps))
+                with self._throughput.measured(self.engine):
+                    ended = await self._worker.run(self._steps)
+                self._leave(ended)
 
     async def generate(self, wire: GenerateRequest) -> dict[str, Any]:
         """Serve one request. Cancelling it aborts it."""
