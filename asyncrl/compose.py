@@ -7,19 +7,14 @@ there is: no rule lives here. Left out: running it, which is the CLI's part.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from asyncrl.checkpoint.options import Checkpointing
@@ -30,7 +25,9 @@ from asyncrl.evaluation import Evaluator
 from asyncrl.learning.base import Learner
 from asyncrl.learning.losses import loss_from
 from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.plain import shown
 from asyncrl.policy import Policy
+from asyncrl.references import call, require_keywords, resolve
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.env import Env
 from asyncrl.sampling.sglang import SGLang
@@ -40,7 +37,7 @@ from asyncrl.sampling.sources import FileSource
 from asyncrl.trainer import AsyncTrainer
 from asyncrl.types import Row
 
-__all__ = ["ComposedRun", "compose", "engine_options", "resolve", "trainer_options"]
+__all__ = ["ComposedRun", "compose", "engine_options", "trainer_options"]
 
 _LEAST_ADAPTERS = 8
 _SPARE_ADAPTERS = 4
@@ -194,74 +191,18 @@ def trainer_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def resolve(key: str, reference: str, base: Path) -> Any:
-    """The object that ``reference`` (``env.py:Name`` in ``base``, or ``package.module:Name``) stands for.
-
-    Raises ``ConfigError`` naming ``key`` if there is no such file, module or name, or if importing it fails.
-    """
-    module = _module(key, reference, base)
-    name = reference.partition(":")[2]
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key} is {reference!r}, but {module.__file__} has no {name!r}{hint}")
-    return getattr(module, name)
-
-
-def _module(key: str, reference: str, base: Path) -> ModuleType:
-    where, colon, name = reference.partition(":")
-    if not (where and colon and name):
-        raise ConfigError.for_value(key, reference, "a reference such as 'env.py:Name' or 'package.module:Name'")
-    file = base / where
-    if where.endswith(".py") and not file.is_file():
-        raise ConfigError(f"{key} is {reference!r}, but there is no file {file}")
-    try:
-        return _module_from_file(file) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:
-        raise ConfigError(
-            f"{key} is {reference!r}, which cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _module_from_file(file: Path) -> ModuleType:
-    # The name tells apart the env.py of every recipe; one file is one module, whatever refers to it.
-    name = f"asyncrl_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 def _environment(reference: str, options: Mapping[str, object], base: Path) -> Callable[[], Env]:
     factory = resolve("env.factory", reference, base)
-    if not callable(factory):
+    if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, Env)):
         raise ConfigError.for_value("env.factory", reference, "an Env class or a function that returns an Env")
-    parameters = inspect.signature(factory).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        for key in options:
-            if key not in parameters:
-                raise ConfigError.for_unknown_key(key, parameters, where=f"env, which are the keywords of {reference}")
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"[env]: {reference}: {error}") from error
+    require_keywords("env", reference, factory, options)
     return functools.partial(factory, **options)
 
 
 def _rows(key: str, reference: str, base: Path) -> list[Row]:
     function = resolve(key, reference, base)
-    if not callable(function):
-        raise ConfigError.for_value(key, reference, "a function without arguments that returns a list of rows")
-    return checked_rows(function(), f"what {key} = {reference!r} returned")
+    expects = "a function without arguments that returns a list of rows"
+    return checked_rows(call(key, reference, function, expects=expects), f"what {key} = {shown(reference)} returned")
 
 
 def _evaluator(recipe: Recipe, base: Path) -> Evaluator | None:
@@ -276,12 +217,17 @@ def _model(model: ModelSection, base: Path) -> Path:
     if model.source is None:
         return base / str(model.path)
     build = resolve("model.source", model.source, base)
-    if not callable(build):
-        raise ConfigError.for_value("model.source", model.source, "a function that writes a model into a folder")
-    folder = cache_directory() / "models" / _cache_name(model.source, inspect.getsourcefile(build))
+    folder = cache_directory() / "models" / _cache_name(model.source, _source_file(build))
     if not folder.is_dir():
-        _write_model(build, folder)
+        _write_model(build, folder, model.source)
     return folder
+
+
+def _source_file(function: object) -> str | None:
+    try:
+        return inspect.getsourcefile(function)  # type: ignore[arg-type]
+    except TypeError:
+        return None  # what is written in C, or no function
 
 
 def _cache_name(reference: str, source: str | None) -> str:
@@ -290,12 +236,16 @@ def _cache_name(reference: str, source: str | None) -> str:
     return f"{reference.partition(':')[2]}-{hashlib.sha256(text).hexdigest()[:16]}"
 
 
-def _write_model(build: Callable[[Path], object], folder: Path) -> None:
+def _write_model(build: object, folder: Path, reference: str) -> None:
     """Whole or not at all: another run may make the same model at the same time."""
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    temporary.mkdir(parents=True)
     try:
-        build(temporary)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{temporary.parent}, where models are kept, cannot be written: {error.strerror}") from error
+    try:
+        expects = "a function that takes a folder and writes a model into it"
+        call("model.source", reference, build, temporary, expects=expects)
         if not folder.is_dir():
             temporary.rename(folder)
     finally:

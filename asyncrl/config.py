@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam, cosine
 from asyncrl.learning.torch_learner import DType
 from asyncrl.machine import cache_directory
+from asyncrl.plain import shown
 from asyncrl.publishing.base import BUCKET_BYTES, Publication
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.failures import Failures
@@ -41,7 +41,7 @@ from asyncrl.scheduling.rules import (
     Truncation,
     require_count,
 )
-from asyncrl.tables import Table, override, read_table, require_known
+from asyncrl.tables import Table, override, parse_tables, read_table, require_known
 
 __all__ = [
     "CheckpointSection",
@@ -297,16 +297,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises ``ConfigError`` with the file, the key, the value found and what is allowed.
     """
     try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_tables(path.read_text(encoding="utf-8"))
         for assignment in overrides:
             tables = override(tables, assignment)
         return _read_recipe(path, tables)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML, which is UTF-8: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except ValueError as error:  # a path with the character 0
+        raise ConfigError(f"{shown(str(path))}: cannot be read: {error}") from error
 
 
 def read_secret(key: str, variable: str) -> str:
@@ -342,7 +344,7 @@ def _read_loss(table: Table) -> Table:
 
 def _read_advantage(table: Table) -> Advantage:
     kind = table.get("kind", "group_centered")
-    if kind not in _ADVANTAGES:
+    if not isinstance(kind, str) or kind not in _ADVANTAGES:
         raise ConfigError.for_value("advantage.kind", kind, "one of " + ", ".join(map(repr, _ADVANTAGES)))
     return read_table(_ADVANTAGES[kind], {key: value for key, value in table.items() if key != "kind"}, "advantage")
 

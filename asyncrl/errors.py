@@ -25,6 +25,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from asyncrl.plain import shown
+
 __all__ = [
     "AsyncRLError",
     "CheckpointError",
@@ -46,6 +48,9 @@ __all__ = [
     "WeightsOverwritten",
 ]
 
+_LONGEST_KEY = 100
+# Looking for one that is nearly the same takes the square of it.
+
 
 class AsyncRLError(Exception):
     """Base of everything that asyncrl raises on purpose."""
@@ -57,15 +62,15 @@ class ConfigError(AsyncRLError, ValueError):
     @classmethod
     def for_value(cls, key: str, found: object, allowed: str) -> ConfigError:
         """``key`` is what the user wrote, ``allowed`` completes the sentence "must be ..."."""
-        return cls(f"{key} is {found!r}, but must be {allowed}")
+        return cls(f"{key} is {shown(found)}, but must be {allowed}")
 
     @classmethod
     def for_unknown_key(cls, key: str, known: Iterable[str], *, where: str = "") -> ConfigError:
         """Name the nearest known key, because most unknown keys are typing mistakes."""
         choices = sorted(known)
-        near = difflib.get_close_matches(key, choices, n=1)
+        near = difflib.get_close_matches(key[:_LONGEST_KEY], choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(choices)}"
-        return cls(f"{where + ': ' if where else ''}unknown key {key!r}{hint}")
+        return cls(f"{where + ': ' if where else ''}unknown key {shown(key)}{hint}")
 
 
 class EnvironmentFailure(AsyncRLError):

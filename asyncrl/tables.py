@@ -15,12 +15,49 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
+from asyncrl.plain import shown
 
-__all__ = ["Table", "override", "read_table", "require_known"]
+__all__ = ["Table", "override", "parse_tables", "read_table", "require_known"]
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
 """What TOML calls a table; its values are whatever the file says until they are read."""
+
+
+_DEEPEST = 16
+# Tables in tables: no recipe needs half of them.
+_INTEGERS = range(-(2**63), 2**63)
+
+
+def parse_tables(text: str) -> dict[str, Any]:
+    """TOML whose values can all be shown, stored and passed on. Raises ``ConfigError`` for anything else."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"is not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"is nested too deeply: more than {_DEEPEST} tables or lists in each other") from None
+    except ValueError as error:
+        # Python's own: an integer of thousands of digits, a date that no calendar has.
+        raise ConfigError(f"has a value that cannot be read: {error}") from error
+    _require_plain(tables, ())
+    return tables
+
+
+def _require_plain(value: object, path: tuple[str, ...]) -> None:
+    key = ".".join(path)
+    if len(path) > _DEEPEST:
+        raise ConfigError(f"{key}: nested too deeply: at most {_DEEPEST} tables or lists in each other")
+    if isinstance(value, int) and value not in _INTEGERS:
+        raise ConfigError.for_value(key, value, "an integer of 64 bits")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError.for_value(key, value, "text without the character 0")
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _require_plain(inner, (*path, str(name)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _require_plain(inner, (*path, str(index)))
 
 
 def read_table(kind: type[T], table: object, where: str) -> T:
@@ -54,9 +91,11 @@ def override(tables: Table, assignment: str) -> dict[str, Any]:
     """
     path, equals, text = assignment.partition("=")
     keys = path.strip().split(".")
-    if not equals or len(keys) < 2 or not all(keys):
+    if not equals or not 2 <= len(keys) <= _DEEPEST or not all(keys):
         raise ConfigError.for_value("--set", assignment, "section.key=value")
-    return _replaced(tables, keys, _parse(text.strip()), path)
+    if not all(sign.isprintable() or sign.isspace() for sign in assignment):
+        raise ConfigError.for_value("--set", assignment, "section.key=value in printable characters")
+    return _replaced(tables, keys, _parse(text.strip(), path), path)
 
 
 def _replaced(table: Table, keys: list[str], value: object, path: str) -> dict[str, Any]:
@@ -65,15 +104,19 @@ def _replaced(table: Table, keys: list[str], value: object, path: str) -> dict[s
         return {**table, first: value}
     inner = table.get(first, {})
     if not isinstance(inner, Mapping):
-        raise ConfigError(f"--set {path}: {first} is {inner!r} and no table, so it has no key {rest[0]!r}")
+        raise ConfigError(f"--set {path}: {first} is {shown(inner)} and no table, so it has no key {shown(rest[0])}")
     return {**table, first: _replaced(inner, rest, value, path)}
 
 
-def _parse(text: str) -> object:
+def _parse(text: str, path: str) -> object:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        tables = parse_tables(f"value = {text}")
+    except ConfigError as error:
+        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
+            return text
+        raise ConfigError(f"--set {path}: {error}") from error
+    # A second line would be a second value.
+    return tables["value"] if len(tables) == 1 else text
 
 
 def _read_value(hint: Any, value: object, key: str) -> object:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.compose import ComposedRun, compose, resolve
+from asyncrl.compose import ComposedRun, compose
 from asyncrl.config import load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.references import resolve
 
 ENV = """
 import asyncrl as rl
@@ -189,7 +190,9 @@ def test_a_model_source_is_called_once(recipe: Path) -> None:
 def test_a_model_source_that_fails_leaves_nothing(recipe: Path) -> None:
     """Half a model is never taken for one; the error is the function's own."""
     _use_source(recipe, "broken_build")
-    with pytest.raises(RuntimeError, match="out of disk"):
+    with pytest.raises(
+        ConfigError, match=r"broken_build', which raised: RuntimeError: out of disk \(.*env\.py, line \d+"
+    ):
         _compose(recipe)
     assert list((recipe.parent / "cache/asyncrl/models").iterdir()) == []
 

@@ -58,6 +58,7 @@ LAYERS = {
     "asyncrl.testing": 4,
     "asyncrl.tables": 5,
     "asyncrl.config": 5,
+    "asyncrl.references": 5,
     "asyncrl.compose": 5,
     "asyncrl.serving": 5,
     "asyncrl.simulation": 5,
