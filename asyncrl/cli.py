@@ -26,8 +26,9 @@ from anyio.abc import TaskStatus
 from asyncrl.config import Recipe, load_recipe
 from asyncrl.endings import first_error, kept
 from asyncrl.errors import ConfigError
-from asyncrl.events import EvaluationFinished, Event, Events, StepFinished, VersionPublished
+from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished, VersionPublished
 from asyncrl.pipes import lasting_streams
+from asyncrl.plain import shown
 from asyncrl.serving import add_server_options, serve
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = ["Outcome", "main"]
 
 _SHOW_CURSOR = "\x1b[?25h"
 # The live line hides it.
+_RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "state", "weights", "journal")
 _EPILOG = """\
 stdout carries one JSON line, the result; progress and errors go to stderr.
 
@@ -98,10 +100,10 @@ class Outcome:
         """Take note of ``event``."""
         match event:
             case StepFinished():
-                self._rewards.append(event.metrics["reward/mean"])
-                self._max_age = max(self._max_age, event.metrics["staleness/span_age_max"])
+                self._rewards.append(event.metrics.get("reward/mean", math.nan))
+                self._max_age = max(self._max_age, event.metrics.get("staleness/span_age_max", 0.0))
             case EvaluationFinished():
-                self._heldout.append(event.metrics["reward_mean"])
+                self._heldout.append(event.metrics.get("reward_mean", math.nan))
 
     def summary(self) -> dict[str, object]:
         """``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps."""
@@ -124,12 +126,12 @@ def _train(arguments: argparse.Namespace) -> None:
     directory = _run_directory(recipe, arguments.run_dir, arguments.resume)
     composed = _compose(recipe, directory)
     outcome = Outcome()
+    earlier: list[Event] = []
     if arguments.resume is None:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_directory(directory)
         write_run_file(directory, recipe.tables)
     else:
-        for event in read_results(directory):
-            outcome.observe(event)
+        earlier = list(read_results(directory))
 
     async def work() -> None:
         await _run_steps(composed, directory)
@@ -138,6 +140,11 @@ def _train(arguments: argparse.Namespace) -> None:
     events.subscribe(outcome.observe)
     arguments.phase.follow(events)
     with _reporting(recipe, events, steps=composed.steps, debug=arguments.debug):
+        for event in earlier:
+            if isinstance(event, Notice):
+                events.emit(event)
+            else:
+                outcome.observe(event)
         stopped = anyio.run(_until_signal, work, backend="asyncio")
     _print_result({**outcome.summary(), "run_dir": str(directory)}, started, stopped)
 
@@ -217,18 +224,29 @@ def _run_directory(recipe: Recipe, chosen: Path | None, resume: Path | None) -> 
     if resume is not None:
         if not recipe.checkpoint.enabled:
             raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
-        if not (resume / "run.json").exists():
+        if not os.path.lexists(resume / _RUN_FILES[0]):
             raise ConfigError.for_value("--resume", str(resume), "the folder of a run (there is no run.json in it)")
         return resume
     if chosen is None:
         name = f"{recipe.path.resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         return Path(recipe.run.directory) / name
-    if (chosen / "run.json").exists():
+    if "\0" in str(chosen):
+        raise ConfigError.for_value("--run-dir", str(chosen), "a folder that can be made")
+    found = [name for name in _RUN_FILES if os.path.lexists(chosen / name)]
+    if found:
+        way = f"go on with that one by --resume {chosen}, or " if found[0] == _RUN_FILES[0] else ""
         raise ConfigError(
-            f"--run-dir is {str(chosen)!r}, which has the files of another run: go on with that one by --resume "
-            f"{chosen}, or use another folder"
+            f"--run-dir is {shown(str(chosen))}, which has the files of another run ({', '.join(found)}): {way}use "
+            "another folder"
         )
     return chosen
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError.for_value("--run-dir", str(directory), f"a folder that can be made: {error}") from error
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ def resolve(key: str, reference: str, base: Path) -> Any:
     if not (where and colon and name):
         raise ConfigError.for_value(key, reference, "a reference such as 'env.py:Name' or 'package.module:Name'")
     file = base / where
-    if where.endswith(".py") and not file.is_file():
-        raise ConfigError(f"{key} is {shown(reference)}, but there is no file {file}")
+    if where.endswith(".py") and not os.path.isfile(file):  # noqa: PTH113  that of pathlib raises for a name too long
+        raise ConfigError(f"{key} is {shown(reference)}, but there is no file {shown(str(file))}")
     try:
         module = _module_from_file(file) if where.endswith(".py") else importlib.import_module(where)
         if hasattr(module, name):

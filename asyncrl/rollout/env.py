@@ -118,15 +118,15 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
         raise ConfigError.for_value(
             "env", env, "an Env, a subclass of it, or a function without arguments that makes one"
         )
-    if isinstance(env, type):
-        if missing := sorted(getattr(env, "__abstractmethods__", ())):
-            raise ConfigError(f"env {env.__name__} lacks the method(s) {', '.join(missing)}")
-        _valid(env)
+    made = env.func if isinstance(env, partial) else env
+    if isinstance(made, type) and issubclass(made, Env):
+        if missing := sorted(getattr(made, "__abstractmethods__", ())):
+            raise ConfigError(f"env {made.__name__} lacks the method(s) {', '.join(missing)}")
+        _valid(made)
     try:
         inspect.signature(env).bind()
     except TypeError as error:
         raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
-    made = env.func if isinstance(env, partial) else env
     return EnvFactory(create=_checking(env), owned=True, tools=_tools(made), answers=_answers(made))
 
 

@@ -111,7 +111,8 @@ def test_a_recipe_says_all_of_it(tmp_path: Path) -> None:
     """The keys of ``[publication]`` are those of ``Policy``."""
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
     (tmp_path / "env.py").write_text(
-        "import asyncrl as rl\nclass Guess(rl.Env): pass\ndef rows(): return [1]\n", encoding="utf-8"
+        "import asyncrl as rl\nclass Guess(rl.Env):\n    reset = reward = None\ndef rows(): return [1]\n",
+        encoding="utf-8",
     )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
