@@ -15,6 +15,7 @@
     * WeightsOverwritten: another run keeps writing its weights to the same servers
   * LearnerError: the training side
     * NonFiniteError: loss or gradient is NaN or infinite
+  * NothingTrained: many batches in a row had nothing to learn from; the message says why
   * CheckpointError: a run directory whose state cannot be used
   * ObserverError: a function that was subscribed to the run's events
   * StalenessError: a promise of asyncrl itself would be broken: a bug, please report it
@@ -36,6 +37,7 @@ __all__ = [
     "InvalidValue",
     "LearnerError",
     "NonFiniteError",
+    "NothingTrained",
     "ObserverError",
     "ProbeMismatch",
     "ProtocolError",
@@ -129,6 +131,10 @@ class LearnerError(AsyncRLError):
 
 class NonFiniteError(LearnerError):
     """Loss or gradient norm is NaN or infinite."""
+
+
+class NothingTrained(AsyncRLError):
+    """Too many batches in a row made no version: every member was dropped, or rewards do not differ."""
 
 
 class CheckpointError(AsyncRLError):

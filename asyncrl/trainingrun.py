@@ -33,6 +33,7 @@ from asyncrl.events import GroupAdmitted, GroupBorn, Notice, StepFinished, Versi
 from asyncrl.iteration import Consumer
 from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import COUNTED, MetricsRecorder
+from asyncrl.observe.untrained import Untrained
 from asyncrl.observe.watchdog import WATCHED, Watchdog
 from asyncrl.plan import TrainingPlan, possible_losses
 from asyncrl.rollout.border import shared_parts
@@ -92,7 +93,13 @@ class TrainingRun:
         self.lag = LoopLag(self.events)
         self.watchdog = Watchdog(self.events, session.activities)
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
-        self.capture = Capture(self.admission, self.batches, self.ledger, self.recorder, self.clock)
+        self.untrained = Untrained(
+            self.events,
+            most=engine.failures.untrained_batches,
+            oldest_age=plan.max_staleness if plan.stale_policy == "mask_span" else None,
+            batches=state.untrained,
+        )
+        self.capture = Capture(self.admission, self.batches, self.ledger, self.recorder, self.clock, self.untrained)
         self.capture.rollout_keys = self.rollout_keys
         self.capture.restore(state)
         self.recovery = Recovery() if checkpoints is None else checkpoints.recovery
@@ -131,6 +138,8 @@ class TrainingRun:
                 self._require_a_step(n)
                 break  # the rows that were left failed
             await consumer.give(step)
+            self.untrained.require_some()
+        self.untrained.end(self.clock.committed)
         await self.clock.wait_published(self.clock.committed)
         await self._save_weights(at_once=True)
 
@@ -213,6 +222,7 @@ class TrainingRun:
             made_version = await step.run(self.plan.groups_per_step, steps=self.steps)
             if not step.groups:
                 return None
+            self.untrained.add(step.groups, version=step.version, made_version=made_version)
             if made_version:
                 await staged.send(self.clock.committed)
                 step.times.end("publication")

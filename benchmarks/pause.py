@@ -14,7 +14,9 @@ import numpy as np
 
 from asyncrl.checkpoint.capture import Capture
 from asyncrl.checkpoint.snapshots import Snapshots
+from asyncrl.events import Events
 from asyncrl.observe.metrics import MetricsRecorder
+from asyncrl.observe.untrained import Untrained
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
@@ -55,6 +57,7 @@ def _capture(draw: np.random.Generator) -> Capture:
         ledger=Ledger(),
         recorder=MetricsRecorder(started=0.0),
         clock=clock,
+        untrained=Untrained(Events(), most=0, oldest_age=None),
     )
     for group in range(_GROUPS):
         admission.admit_nowait()

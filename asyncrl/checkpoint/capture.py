@@ -17,6 +17,7 @@ from asyncrl.checkpoint.journal import Renewed
 from asyncrl.checkpoint.state import GroupState, RunState, started_anew
 from asyncrl.checkpoint.values import frozen
 from asyncrl.observe.metrics import MetricsRecorder
+from asyncrl.observe.untrained import Untrained
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
@@ -36,6 +37,7 @@ class Capture:
     ledger: Ledger
     recorder: MetricsRecorder
     clock: PolicyClock
+    untrained: Untrained
     n: int = 0
     """Steps that were committed."""
     rollout_keys: Iterable[str] = ()
@@ -96,6 +98,7 @@ class Capture:
             groups=groups,
             sums=self.recorder.sums(),
             rollout_keys=tuple(self.rollout_keys),
+            untrained=self.untrained.batches,
         )
 
     def _totals(self, open: int) -> LedgerTotals:

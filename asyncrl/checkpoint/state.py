@@ -90,6 +90,8 @@ class RunState:
     """What the metrics have summed up since step ``n``."""
     rollout_keys: tuple[str, ...] = ()
     """Metrics that environments have reported so far."""
+    untrained: int = 0
+    """Batches in a row, up to step ``n``, that made no version."""
 
     def apply(self, entry: JournalEntry) -> None:
         """Step ``entry.n``, the one after ``n``, was committed."""
@@ -98,6 +100,7 @@ class RunState:
                 f"the journal goes on with step {entry.n} at version {entry.version}, but the saved state is after "
                 f"step {self.n} at version {self.version}"
             )
+        self.untrained = self.untrained + 1 if entry.version_after == self.version else 0
         self.n, self.version = entry.n, entry.version_after
         self.sums = {}
         for group in range(self.admitted, entry.admitted):

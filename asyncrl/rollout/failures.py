@@ -39,6 +39,10 @@ class Failures:
     """Failed attempts in a row, or dropped groups in a row, that end the run."""
     per_run: int | None = None
     """Failed attempts in all that end the run; None: ``consecutive`` alone ends it."""
+    untrained_batches: int = 100
+    """Batches in a row without a gradient that end the run; 0: it goes on for ever. After five there is a warning. With
+    128 trajectories in a batch and one in a thousand rewarded, a run ends by chance once in 300,000 starts; raise it
+    where rewards are rarer or batches much smaller."""
     retry_delay: float = 0.1
     """Seconds before an attempt that follows a failure; doubles with each in a row, up to a minute."""
 
@@ -46,6 +50,7 @@ class Failures:
         require_count("failures.member_retries", self.member_retries, least=0)
         require_count("failures.group_rerolls", self.group_rerolls, least=0)
         require_count("failures.consecutive", self.consecutive, least=1)
+        require_count("failures.untrained_batches", self.untrained_batches, least=0)
         if self.per_run is not None:
             require_count("failures.per_run", self.per_run, least=1)
         if not 0 <= self.retry_delay <= _LONGEST_DELAY_S:
