@@ -31,10 +31,9 @@ from asyncrl.events import (
     GroupRerolled,
     MemberDiscarded,
     MemberFailed,
-    Notice,
 )
 from asyncrl.plain import error_text
-from asyncrl.rollout.calls import Deadline, call_user
+from asyncrl.rollout.calls import Deadline
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import is_accident
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, unsampled
@@ -44,9 +43,6 @@ from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import DropReason, Group, Trajectory, TruncationCause
 
 __all__ = ["run_group"]
-
-_CLOSE_S = 10.0
-# close() runs even when the run is being cancelled, but must not keep it from ending.
 
 
 async def run_group(
@@ -242,22 +238,8 @@ class _GroupRun:
             leave_version(traj, self._context)
             if self._factory.owned and type(env).close is not Env.close:
                 activities[traj.id] = (traj, "close", now())
-                await self._close(traj, env)
+                await self._context.closing.close(env, traj.id, self._context.events)
             del activities[traj.id]
-
-    async def _close(self, traj: Trajectory, env: Env) -> None:
-        """What goes wrong in ``close`` changes nothing about the trajectory, nor about why it ends; it is told."""
-        error = f"close() ran past its deadline of {_CLOSE_S} s"
-        with anyio.move_on_after(_CLOSE_S, shield=True):
-            try:
-                await call_user(env.close)
-            except Exception as raised:  # noqa: BLE001  user code may raise anything
-                error = error_text(raised)
-            else:
-                return
-        keys = {"trajectory": traj.id, "environment": type(env).__name__, "error": error}
-        now = self._context.now()
-        self._context.events.emit(Notice(time=now, name="environment_not_closed", level="warning", keys=keys))
 
     async def _play(self, traj: Trajectory, env: Env) -> None:
         if traj.spans:

@@ -21,6 +21,7 @@ from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls
+from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
@@ -86,6 +87,8 @@ class RolloutContext:
     activities: Activities
     calls: UserCalls
     """Makes the calls of environments."""
+    closing: Closing = field(default_factory=Closing)
+    """Closes them."""
     trajectory_timeout_s: float = math.inf
     now: Callable[[], float] = anyio.current_time
     """The loop's time."""
