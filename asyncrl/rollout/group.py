@@ -264,8 +264,8 @@ class _GroupRun:
     def _allow(self, traj: Trajectory, wanted: int) -> int:
         """How many of the ``wanted`` tokens a member may sample; 0 if the deadline passes with this."""
         limit = self._plan.completion.max_straggler_tokens
-        if self._progress.at_quorum is None or limit is None:
-            return wanted
+        if self._progress.at_quorum is None or limit is None or self._progress.lost is not None:
+            return wanted  # of a group that is lost no part may leave, and who asks is about to be cancelled
         left = limit - (traj.generated_tokens - self._progress.at_quorum[traj.member])
         if left > 0 and not self._progress.passed:
             return min(wanted, left)

@@ -11,9 +11,9 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.errors import RolloutTimeout
-from asyncrl.events import EvaluationFinished, Events, GroupDropped, GroupRerolled, MemberFailed
+from asyncrl.events import EvaluationFinished, Events, GroupConsumed, GroupDropped, GroupRerolled, MemberFailed
 from asyncrl.rollout.tools import tool
-from asyncrl.testing import END, ScriptedLearner, ScriptedSampler, run_virtual, scripted_policy
+from asyncrl.testing import END, ByteRenderer, ScriptedLearner, ScriptedSampler, run_virtual, scripted_policy
 from asyncrl.types import DropReason, Message, Row, Trajectory
 from tests.faults.case import AGAIN, Case, HermesRenderer, One, with_tool
 
@@ -529,3 +529,41 @@ def test_a_carried_over_straggler_that_fails_costs_its_group_nothing() -> None:
     assert late
     assert all(traj.dropped is DropReason.FAILED and traj.attempt == 2 for traj in late)
     assert case.of(GroupDropped) == []
+
+
+@pytest.mark.parametrize("stragglers", ["carry_over", "truncate", "discard"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_group_that_is_lost_and_late_at_once_is_dropped_whole(seed: int, stragglers: Any) -> None:
+    """A member fails for good in the moment in which another one wants more tokens than stragglers may have: nothing
+    of the group is in a batch, whichever comes first; or a part is, and then it is not dropped."""
+
+    class Racing(One):
+        async def on_turn(self, traj: Trajectory) -> list[Message] | None:
+            if traj.row == 1 and traj.member == 2:
+                await anyio.sleep(4.0)
+                raise rl.InfrastructureError("the sandbox is gone")
+            if traj.turns == 1 and traj.member == 3:
+                return [{"role": "user", "content": "more"}]
+            return None
+
+    completion = rl.GroupCompletion(mode="deadline", max_straggler_tokens=0, on_stragglers=stragglers)
+    case = Case(
+        Racing,
+        # Of the straggler the first answer comes at 5, as the failure of the other one does.
+        sampler=ScriptedSampler(seconds=lambda request: 5.0 if request.trajectory_id.endswith("3") else 1.0),
+        engine={
+            "failures": rl.Failures(member_retries=0, group_rerolls=0, consecutive=1000),
+            "renderer": ByteRenderer(),
+        },
+        group_size=4,
+        max_staleness=1,
+        completion=completion,
+        advantage=rl.Batchwise(),
+        stale_policy="mask_span",
+        allow_trajectory_loss=True,
+    )
+    case.play(2, 4, seed=seed)
+    dropped = {event.group for event in case.of(GroupDropped)}
+    consumed = {event.group for event in case.of(GroupConsumed)}
+    assert not dropped & consumed
+    assert [step.n for step in case.steps] == [1, 2]
