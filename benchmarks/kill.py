@@ -1,8 +1,9 @@
 """A run is killed at random times and resumed until it is done: what is lost, what happens twice, what is different?
 
-Real processes and SIGKILL. Most kills hit a run with a scripted sampler inside (``killed.py``), which starts in half a
-second; every tenth one the guess-a-number recipe by the command line, with its embedded server in a process of its own
-and all weights trained. Prints one JSON line for each question.
+Real processes and SIGKILL. Most kills hit runs with scripted samplers inside (``killed.py``), which start in half a
+second: of every completion mode, with rows whose groups are rolled out anew, dropped or never sampled, and with servers
+that are removed and added again. Every tenth kill hits the guess-a-number recipe by the command line, with its embedded
+server in a process of its own and all weights trained. Prints one JSON line for each question.
 
     uv run python benchmarks/kill.py --kills 200
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint.journal import Journal
+from asyncrl.checkpoint.snapshots import Snapshots
 from benchmarks.answer import Answer
 from benchmarks.pause import longest_pause
 
@@ -33,7 +35,21 @@ __all__ = ["main"]
 
 _HERE = Path(__file__).resolve().parent
 _STEPS = 30
-_LONGEST_LIFE_S = 2.5
+_LONGEST_LIFE_S = 1.5
+_MOST_KILLS = 4
+# Of one run.
+_RECOVERIES = ("stateless", "snapshot", "drop")
+_MASKING = ("discard", "carry_over")
+# Modes that do not keep groups whole, and so mask what is too old.
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"mode": "wait", "max_staleness": 2},
+    {"mode": "carry_over", "max_staleness": 2},
+    {"mode": "wait", "max_staleness": 2, "fleet": True},
+    {"mode": "discard", "max_staleness": 2},
+    {"mode": "truncate", "max_staleness": 1},
+    {"mode": "wait", "max_staleness": 0},
+    {"mode": "carry_over", "max_staleness": 1},
+)
 _SHARE_OF_SERVERS = 10
 _RECIPE = _HERE.parent / "envs/guess_number/recipe.toml"
 _SERVED = (
@@ -60,6 +76,10 @@ class Tally:
     repeated_steps: int = 0
     different: int = 0
     too_old: int = 0
+    stuck: int = 0
+    """Runs that ended with an error instead of going on."""
+    begun_anew: int = 0
+    rerolled: int = 0
     replayed: list[float] = field(default_factory=list)
 
     def compare(self, found: Counter[Any], expected: Counter[Any]) -> None:
@@ -72,9 +92,19 @@ def _command(directory: Path, options: dict[str, Any]) -> list[str]:
     return [sys.executable, str(_HERE / "killed.py"), str(directory), json.dumps(options)]
 
 
-def _live(command: Sequence[str], seconds: float | None) -> tuple[list[dict[str, Any]], bool]:
-    """Run for so long, then kill; the lines that it printed, and whether it had ended by itself."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+class _StuckError(Exception):
+    """A process of a run ended by itself, and not well."""
+
+
+def _live(command: Sequence[str], seconds: float | None, *, begun: bool = False) -> tuple[list[dict[str, Any]], bool]:
+    """Run for so long, then kill; the lines that it printed, and whether it had ended by itself.
+
+    ``begun``: the time counts from the first line, when the run has opened.
+    """
+    # Without a buffer, so that nothing of what it says is lost between the two ways of reading.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline() if begun else b""
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -82,8 +112,8 @@ def _live(command: Sequence[str], seconds: float | None) -> tuple[list[dict[str,
             output, _ = process.communicate()
     ended = process.returncode == 0
     if not ended and process.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"{command} ended with {process.returncode}")
-    return [json.loads(line) for line in output.split(b"\n") if line.endswith(b"}")], ended
+        raise _StuckError(f"{command} ended with {process.returncode}")
+    return [json.loads(line) for line in (first + output).split(b"\n") if line.endswith(b"}")], ended
 
 
 def _whole(options: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -93,34 +123,68 @@ def _whole(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def scripted(kills: int, folder: Path, draw: random.Random) -> Tally:
-    """Kill until there were so many kills; every run is brought to its end."""
+    """Kill until there were so many kills; every run is brought to its end, if it can be."""
     tally = Tally()
-    wholes = {bound: _whole({"steps": _STEPS, "max_staleness": bound, "recovery": "drop"}, folder) for bound in (0, 2)}
+    plain = {"steps": _STEPS, "recovery": "drop", "mode": "wait"}
+    wholes = {bound: _whole({**plain, "max_staleness": bound}, folder) for bound in (0, 2)}
     for number in itertools.count():
         if tally.kills == kills:
             return tally
-        bound = 0 if number % 3 else 2
-        options: dict[str, Any] = {"steps": _STEPS, "max_staleness": bound}
-        options["recovery"] = ("stateless", "snapshot", "drop")[number % 3]
-        lines = _survive(_command(folder / f"run-{number}", options), kills, tally, draw)
-        last, steps = lines[-1], [line for line in lines if "n" in line]
-        whole = wholes[bound]
-        rows, expected = (Counter(itertools.chain(*one["rows"])) for one in (last, whole))
-        tally.compare(rows, expected)
-        said = Counter(line["n"] for line in steps)
-        tally.repeated_steps += said.total() - len(said) + abs(last["version"] - whole["version"])
-        tally.too_old += sum(line["age"] > bound for line in steps)
-        tally.different += bound == 0 and last["parameters"] != whole["parameters"]
-        tally.replayed += [line["replayed"] for line in steps]
+        options: dict[str, Any] = {**plain, **_KINDS[number % len(_KINDS)], "recovery": _RECOVERIES[number % 3]}
+        run = folder / f"run-{number}"
         tally.runs += 1
+        try:
+            lines = _survive(_command(run, options), kills, tally, draw)
+        except _StuckError as error:
+            print(f"{error}; the run is {options}", file=sys.stderr, flush=True)
+            tally.stuck += 1
+            continue
+        _judge(lines, options, run, wholes, tally)
     raise AssertionError("the loop ends itself")
 
 
+def _judge(
+    lines: Sequence[dict[str, Any]], options: dict[str, Any], run: Path, wholes: dict[int, Any], tally: Tally
+) -> None:
+    last, steps = lines[-1], [line for line in lines if "n" in line]
+    bound = options["max_staleness"]
+    said = Counter(line["n"] for line in steps)
+    tally.repeated_steps += said.total() - len(said)
+    tally.replayed += [line["replayed"] for line in steps]
+    tally.begun_anew += sum(line["begun_anew"] > 0 for line in steps)
+    tally.rerolled += int(steps[-1]["rerolled"]) if steps else 0
+    if options["mode"] not in _MASKING:
+        tally.too_old += sum(line["age"] > bound for line in steps)
+    if options["mode"] == "wait" and not options.get("fleet"):
+        whole = wholes[bound]
+        rows, expected = (Counter(itertools.chain(*one["rows"])) for one in (last, whole))
+        tally.compare(rows, expected)
+        tally.repeated_steps += abs(last["version"] - whole["version"])
+        tally.different += bound == 0 and last["parameters"] != whole["parameters"]
+    _balance(run, tally)
+
+
+def _balance(run: Path, tally: Tally) -> None:
+    """By the whole journal: no member is in two steps, and every admitted row is in one, dropped, or in the state."""
+    journal = Journal(run / "journal", run / "refused")
+    entries = [journal.read(n, sequences=False) for n in journal.steps()]
+    parts = [one for entry in entries for one in entry.consumed]
+    members = Counter((part.group, member) for part in parts for member in part.members)
+    final = Counter(part.group for part in parts if part.final)
+    tally.repeated += sum(count - 1 for count in (*members.values(), *final.values()))
+    state = Snapshots(run / "state").read(lambda group: group)
+    assert state is not None
+    tally.lost += abs(state.admitted - state.dropped - len(state.groups.keys() | final.keys()))
+    tally.lost += len(state.groups.keys() & final.keys()) + _STEPS - len(entries)
+
+
 def _survive(command: Sequence[str], kills: int, tally: Tally, draw: random.Random) -> list[dict[str, Any]]:
+    """Kill a few times and bring it to its end; all lines that it printed. One kill in five comes while it opens."""
     lines: list[dict[str, Any]] = []
+    kills = min(kills, tally.kills + draw.randint(1, _MOST_KILLS))
     while True:
         seconds = draw.uniform(0, _LONGEST_LIFE_S) if tally.kills < kills else None
-        said, ended = _live(command, seconds)
+        said, ended = _live(command, seconds, begun=draw.random() < 0.8)
         lines += said
         if ended:
             return lines
@@ -192,6 +256,9 @@ def _answers(kills: int, seed: int) -> Iterator[Answer]:
             "runs that differ in a bit",
         )
         yield _zero("tokens older than the bound", tally.too_old, "steps with one")
+        rerolled = f"with {tally.rerolled} groups rolled out anew"
+        yield _zero(f"runs that cannot be resumed, of {tally.runs} {rerolled}", tally.stuck, "runs")
+        yield _zero("groups that could not have been trained in time after a resume", tally.begun_anew, "groups")
         tally = served(of_servers, Path(name), draw)
         yield from _report(tally, f"embedded server and command line, {tally.kills} kills of 1 run")
     yield longest_pause()
