@@ -189,7 +189,7 @@ class ServerControl:
     async def checksum(self) -> str:
         """The same for servers that hold the same base weights. Reads all of them: for tests and doubts."""
         reply = await self._post("/weights_checker", {"action": "checksum"}, within_s=self._long_s)
-        found = reply.get("per_engine_checksum") if isinstance(reply, Mapping) else None
+        found = reply.get("per_engine_checksum")
         if not isinstance(found, str):
             raise ProtocolError(f"{self.url}/weights_checker: per_engine_checksum is {shown(found)}, not a text")
         return found
@@ -214,12 +214,12 @@ class ServerControl:
 
     async def flush(self) -> None:
         """Forget the prefix cache; refused while requests run or are frozen in place."""
-        await self._post("/flush_cache", {})
+        await self._tell("/flush_cache", {})
 
     async def abort(self, rid: str) -> bool:
         """Try to end one request. False if the server did not take that: there is nothing left to do about it."""
         try:
-            await self._post("/abort_request", {"rid": rid}, within_s=_ABORT_S)
+            await self._tell("/abort_request", {"rid": rid}, within_s=_ABORT_S)
         except SamplingError:
             return False
         return True
@@ -260,10 +260,7 @@ class ServerControl:
             raise ProtocolError(f"{self.url}{route}: {error}") from error
 
     async def _get(self, route: str) -> Mapping[str, Any]:
-        reply = await self._call("GET", route, None, headers=self._data_headers, within_s=_QUICK_S)
-        if not isinstance(reply, Mapping):
-            raise ProtocolError(f"{self.url}{route} answered {shown(reply)} instead of an object")
-        return reply
+        return self._object(route, await self._send("GET", route, None, headers=self._data_headers))
 
     async def _post(
         self,
@@ -272,22 +269,31 @@ class ServerControl:
         *,
         headers: Mapping[str, str] | None = None,
         within_s: float = _QUICK_S,
-    ) -> Any:
-        return await self._call("POST", route, body, headers=headers or self._admin_headers, within_s=within_s)
+    ) -> Mapping[str, Any]:
+        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        reply = await self._send("POST", route, content, headers=headers or self._admin_headers, within_s=within_s)
+        return self._object(route, reply)
 
     async def _post_large(self, route: str, body: Mapping[str, object]) -> None:
         """Writing hundreds of megabytes as JSON would hold the loop."""
         content = await anyio.to_thread.run_sync(orjson.dumps, body, limiter=self._encoders)
         with self.clock.held():
-            await self._send("POST", route, content, headers=self._admin_headers, within_s=self._long_s)
+            reply = await self._send("POST", route, content, headers=self._admin_headers, within_s=self._long_s)
+        self._object(route, reply)
 
-    async def _call(self, method: str, route: str, body: object, *, headers: Mapping[str, str], within_s: float) -> Any:
-        content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return await self._send(method, route, content, headers=headers, within_s=within_s)
+    async def _tell(self, route: str, body: Mapping[str, object], *, within_s: float = _QUICK_S) -> None:
+        """POST where the answer is plain text or nothing."""
+        await self._send("POST", route, orjson.dumps(body), headers=self._admin_headers, within_s=within_s)
 
     async def _send(
-        self, method: str, route: str, content: bytes | None, *, headers: Mapping[str, str], within_s: float
-    ) -> Any:
+        self,
+        method: str,
+        route: str,
+        content: bytes | None,
+        *,
+        headers: Mapping[str, str],
+        within_s: float = _QUICK_S,
+    ) -> bytes:
         send = partial(self._client.request, method, self.url + route, content=content, headers=headers)
         started = anyio.current_time()
         try:
@@ -305,9 +311,19 @@ class ServerControl:
         if response.status_code != 200:
             kind = ServerUnavailable if response.status_code >= 500 else RequestRefused
             raise kind(f"{self.url}{route}: {error_text(response.status_code, response.content)}")
-        reply = _parse(response.content)
-        if isinstance(reply, Mapping) and reply.get("success") is False:
-            reason = reply.get("error_message") or reply.get("message") or "no reason given"
+        return response.content
+
+    def _object(self, route: str, content: bytes) -> Mapping[str, Any]:
+        """The reply, if it is a JSON object that does not say that it failed."""
+        try:
+            reply = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ProtocolError(f"{self.url}{route} answered no JSON: {shown(content)}") from error
+        if not isinstance(reply, Mapping):
+            raise ProtocolError(f"{self.url}{route} answered {shown(reply)} instead of an object")
+        success = reply.get("success", True)
+        if success is not True:
+            reason = reply.get("error_message") or reply.get("message") or f"success is {shown(success)}"
             raise RequestRefused(f"{self.url}{route} says that it did not succeed: {shown(reason)}")
         return reply
 
@@ -315,11 +331,3 @@ class ServerControl:
 def _bearer(key: str | None) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     return headers if key is None else headers | {"Authorization": f"Bearer {key}"}
-
-
-def _parse(content: bytes) -> Any:
-    """The reply as JSON; flushes and aborts answer in plain text or with nothing."""
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return None

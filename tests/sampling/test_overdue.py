@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +18,7 @@ from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.clock import run_virtual
 from asyncrl.testing.server import Fault, ScriptedServer, network
 from asyncrl.types import StopReason
-from tests.sampling.clients import OTHER, URL, key_of, make_request, open_client, scripted, watch
+from tests.sampling.clients import CONTROL_CALLS, OTHER, URL, key_of, make_request, open_client, scripted, watch
 
 pytestmark = pytest.mark.virtual_clock
 HOUR_S = 3600.0
@@ -222,44 +219,12 @@ async def test_a_removed_server_that_hangs_holds_nothing() -> None:
     assert len(servers[OTHER].generated) >= 1
 
 
-_CONTROL: dict[str, tuple[str, Callable[[ServerControl], Coroutine[Any, Any, object]]]] = {
-    "model info": ("/model_info", lambda server: server.model_info()),
-    "server info": ("/server_info", lambda server: server.server_info()),
-    "load": ("/v1/loads", lambda server: server.load()),
-    "adapters": ("/v1/models", lambda server: server.adapters()),
-    "load an adapter": ("/load_lora_adapter", lambda server: server.load_adapter("a", Path("x"))),
-    "unload an adapter": ("/unload_lora_adapter", lambda server: server.unload_adapter("a")),
-    "adapter tensors": (
-        "/load_lora_adapter_from_tensors",
-        lambda server: server.load_adapter_tensors("a", {}, ["eA=="]),
-    ),
-    "update from disk": ("/update_weights_from_disk", lambda server: server.update_from_disk(Path("x"), "1")),
-    "begin": ("/begin_weight_update", lambda server: server.begin_update()),
-    "end": ("/end_weight_update", lambda server: server.end_update()),
-    "tensors": ("/update_weights_from_tensor", lambda server: server.update_from_tensors(["eA=="], "1")),
-    "leave": ("/destroy_weights_update_group", lambda server: server.leave_group("g")),
-    "join": (
-        "/init_weights_update_group",
-        lambda server: server.join_group(name="g", address="h", port=1, first_rank=1, world_size=2, backend="gloo"),
-    ),
-    "broadcast": (
-        "/update_weights_from_distributed",
-        lambda server: server.update_from_group("g", names=["n"], dtypes=["float32"], shapes=[[1]], label="1"),
-    ),
-    "checksum": ("/weights_checker", lambda server: server.checksum()),
-    "pause": ("/pause_generation", lambda server: server.pause("retract")),
-    "continue": ("/continue_generation", lambda server: server.continue_()),
-    "flush": ("/flush_cache", lambda server: server.flush()),
-    "score": ("/generate", lambda server: server.score(np.array([1, 2]), start=1, adapter=None, extra_key="")),
-}
-
-
 @pytest.mark.parametrize("way", sorted(_NEVER))
-@pytest.mark.parametrize("name", sorted(_CONTROL))
+@pytest.mark.parametrize("name", sorted(CONTROL_CALLS))
 async def test_every_control_call_ends(name: str, way: str, threads_in_place: None) -> None:
     """By itself, without a deadline of its caller, and with an error that says where it hung."""
     one = scripted()
-    route, call = _CONTROL[name]
+    route, call = CONTROL_CALLS[name]
     async with open_client({URL: one}) as sampler:
         one.fault(route, *[_NEVER[way]] * 3)
         with pytest.raises(SamplingError, match=route):

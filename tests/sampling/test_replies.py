@@ -20,7 +20,7 @@ from asyncrl.sampling.wire import error_text, parse_segment
 from asyncrl.testing.clock import run_virtual
 from asyncrl.testing.server import Fault
 from asyncrl.types import Segment
-from tests.sampling.clients import URL, make_request, open_client, scripted
+from tests.sampling.clients import CONTROL_CALLS, URL, make_request, open_client, scripted
 
 VOCABULARY, LIMIT = 64, 4
 _LONG_MESSAGE = 1500
@@ -258,6 +258,7 @@ _CALLS: dict[str, Callable[[ServerControl], Any]] = {
     "/weights_checker": lambda server: server.checksum(),
     "/generate": lambda server: server.score(np.array([1, 2, 3]), start=1, adapter=None, extra_key=""),
 }
+_NOT_TRUE = [b"false", b"null", b"0", b"1", b'"true"', b"[]"]
 _BODIES = [
     b"",
     b"null",
@@ -290,6 +291,23 @@ def test_a_body_that_is_no_answer_is_a_sampling_error_of_its_server(route: str) 
                     assert body.endswith(b"}") and route in ("/model_info", "/server_info", "/v1/models")
 
     run_virtual(main)
+
+
+_NO_SUCCESS = [b"", b"<html>", b"[]", b"null", b"1", *(b'{"success":' + value + b"}" for value in _NOT_TRUE)]
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("name", sorted(set(CONTROL_CALLS) - {"flush"}))
+async def test_a_control_call_that_does_not_say_so_did_not_succeed(name: str, threads_in_place: None) -> None:
+    """Status 200 from whatever stands in between is no success, nor is anything else than true."""
+    route, call = CONTROL_CALLS[name]
+    one = scripted()
+    async with open_client({URL: one}) as sampler:
+        for body in _NO_SUCCESS:
+            one.fault(route, *[Fault(status=200, body=body)] * 2)
+            with pytest.raises(SamplingError, match=URL):
+                await call(sampler.live[0])
+            one.fault(route)
 
 
 @pytest.mark.parametrize("body", _BODIES)
