@@ -16,7 +16,20 @@ from pathlib import Path
 
 from asyncrl.errors import CheckpointError, ConfigError
 
-__all__ = ["discard", "draft", "drafted", "locked", "numbered", "reading", "remove", "settle", "sweep", "sync"]
+__all__ = [
+    "discard",
+    "draft",
+    "drafted",
+    "emptied",
+    "flush",
+    "locked",
+    "numbered",
+    "reading",
+    "remove",
+    "settle",
+    "sweep",
+    "sync",
+]
 
 _LOCK = ".lock"
 _LONGEST_NUMBER = 19
@@ -86,6 +99,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush(folder: Path) -> None:
+    """Flush all that is in ``folder``, and itself."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+def emptied(folder: Path) -> None:
+    """Make ``folder``, or remove what is in it."""
+    if folder.exists():
+        remove(folder)
+    folder.mkdir(parents=True)
 
 
 def remove(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from asyncrl.checkpoint.files import draft, reading, settle, sync
+from asyncrl.checkpoint.files import draft, flush, reading, settle
 from asyncrl.errors import CheckpointError
 
 __all__ = [
@@ -88,8 +88,7 @@ def seal_folder(folder: Path, name: str, about: Mapping[str, object]) -> None:
     """Flush everything in ``folder``, and list it in its file ``name``, which also says what ``about`` says."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in found}
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
+    flush(folder)
     write_json(folder / name, {**about, "files": files})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
-from asyncrl.checkpoint.files import drafted, numbered, remove, settle
+from asyncrl.checkpoint.files import drafted, emptied, numbered, remove, settle
 from asyncrl.checkpoint.seals import check_folder, seal_folder
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import Learner
@@ -56,7 +56,7 @@ class SavedWeights:
         """Save the learner as it is: after step ``n``, at ``version``."""
         path = self._path(version)
         temporary = drafted(path)
-        await self._off_loop(lambda: _empty(temporary))
+        await self._off_loop(lambda: emptied(temporary))
         await learner.save_state(temporary)
         await self._off_loop(lambda: self._settle(temporary, path, {"n": n, "version": version}))
 
@@ -76,9 +76,3 @@ class SavedWeights:
         for version in self.versions():
             if self._path(version) != path:
                 remove(self._path(version))
-
-
-def _empty(folder: Path) -> None:
-    if folder.exists():
-        remove(folder)
-    folder.mkdir(parents=True)

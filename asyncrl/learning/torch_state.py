@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import CheckpointError
@@ -29,9 +30,12 @@ def save_state(masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optim
 
 @torch.no_grad()
 def load_state(masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Set what ``save_state`` wrote. Raises ``CheckpointError`` if it is of another model or adapter."""
+    """Set what ``save_state`` wrote. Raises ``CheckpointError`` if it is damaged, or of another model or adapter."""
     path = directory / _FILE
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     saved = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if key.startswith("parameter/")}
     for name in {**saved, **masters}:
         shapes = [None if name not in group else tuple(group[name].shape) for group in (saved, masters)]

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.checkpoint.files import reading
 from asyncrl.errors import ConfigError
 
 __all__ = ["owned", "run_of"]
@@ -45,7 +46,10 @@ def run_of(directory: Path) -> str:
     A copy of the folder in another place is another run: both may go on at the same time.
     """
     file = directory / _RUN
-    known = file.read_text(errors="replace").strip() if file.exists() else ""
+    known = ""
+    if file.exists():
+        with reading(file):
+            known = file.read_text(errors="replace").strip()
     if not _ID.fullmatch(known):
         directory.mkdir(parents=True, exist_ok=True)
         known = uuid.uuid4().hex

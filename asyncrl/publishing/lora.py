@@ -30,6 +30,7 @@ from asyncrl.publishing.unloading import Unloading
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
+from asyncrl.types import FloatArray
 
 __all__ = ["AdapterCarrier", "DiskAdapters", "LoraPublisher", "TensorAdapters"]
 
@@ -55,7 +56,7 @@ class DiskAdapters:
     """Each server reads the version's folder, which has the same path there. ``own``: see ``Folders``."""
 
     def __init__(self, learner: Learner, directory: Path, *, own: bool = False) -> None:
-        self.store = Folders(learner, directory, own=own)
+        self.store = Folders(learner, directory, own=own, sealed=True)
 
     async def load(self, server: ServerControl, name: str, version: int) -> None:
         """See ``AdapterCarrier``."""
@@ -133,7 +134,11 @@ class LoraPublisher:
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """See ``VersionKeeper``. Only adapters on disk outlive a process."""
         store = self._carrier.store
-        adopted = await store.adopt(versions) if isinstance(store, Folders) else {}
+        adopted: Mapping[int, FloatArray | None] = {}
+        if isinstance(store, Folders):
+            adopted = await store.adopt(versions)
+            for error in store.damaged:
+                self._sampler.notice("adapter_damaged", reason=str(error))
         for version, reference in adopted.items():
             self._releases[version] = Release(version=version, reference=reference)
             if reference is None:

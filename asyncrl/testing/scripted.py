@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 import orjson
 
-from asyncrl.errors import NonFiniteError, StalenessError
+from asyncrl.errors import CheckpointError, NonFiniteError, StalenessError
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.policy import Policy
 from asyncrl.publishing.base import Address
@@ -205,8 +205,12 @@ class ScriptedLearner:
 
     async def load_state(self, directory: Path) -> None:
         """Go on from there; ``batches`` are those trained from now on."""
-        state = orjson.loads((directory / "scripted.json").read_bytes())
-        self.version, self._loaded = state["version"], state["parameters"]
+        path = directory / "scripted.json"
+        try:
+            state = orjson.loads(path.read_bytes())
+            self.version, self._loaded = state["version"], state["parameters"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error!r}") from error
         self.batches, self.divisors, self.settings = [], [], []
 
     async def export(self, directory: Path) -> None:

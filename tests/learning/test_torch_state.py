@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry
+from asyncrl.checkpoint.weights import SavedWeights
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import CISPO, DecoupledPPO
@@ -62,6 +66,52 @@ def test_a_state_of_another_adapter_is_refused(model_path: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"lora_A.* of shape \(4, .*\), but the model has it of shape \(2, "):
         other.load_state(tmp_path)
     assert all(torch.equal(before[name], tensor) for name, tensor in parameters_of(other).items())
+
+
+def _flipped(share: float, data: bytes) -> bytes:
+    place = int(share * (len(data) - 1))
+    return data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "emptied": lambda data: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "longer": lambda data: data + data[-8:],
+    **{f"a bit at {share} of it": partial(_flipped, share) for share in (0.0, 0.01, 0.3, 0.6, 0.9, 1.0)},
+}
+
+
+async def _here(work: Callable[[], object]) -> None:
+    work()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_damaged_weights_are_never_loaded(model_path: Path, tmp_path: Path, damage: str) -> None:
+    """A flipped bit in a tensor is a number like any other: only the seal of the folder tells."""
+    learner = TorchLearner(model_path, device="cpu", lora=LORA)
+    await learner.open()
+    weights = SavedWeights(tmp_path, _here)
+    await weights.save(learner, n=4, version=4)
+    await learner.close()
+    assert weights.newest(4, []) == (4, 4, tmp_path / "v000004")
+    for path in (tmp_path / "v000004").iterdir():
+        content = path.read_bytes()
+        path.write_bytes(DAMAGES[damage](content))
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
+            weights.newest(4, [])
+        path.write_bytes(content)
+    assert weights.newest(4, []) is not None
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut"])
+def test_a_state_that_cannot_be_read_is_named(model_path: Path, tmp_path: Path, damage: str) -> None:
+    """Also where nobody has looked at the folder's seal before."""
+    model = load(model_path, lora=LORA)
+    model.save_state(tmp_path)
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        model.load_state(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": LORA}], ids=["full", "lora"])

@@ -12,6 +12,7 @@ import anyio
 import numpy as np
 import pytest
 
+from asyncrl.checkpoint.seals import seal_folder
 from asyncrl.errors import ConfigError, ProbeMismatch, PublicationError, StalenessError
 from asyncrl.events import Event, Notice
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
@@ -38,12 +39,14 @@ class Run:
             self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE, writer=writer
         )
         self.notices: list[str] = []
+        self.reasons: list[str] = []
         self.sampler.events.subscribe(self._note, kinds=(Notice,))
         self.changed = anyio.Event()
 
     def _note(self, event: Event) -> None:
         assert isinstance(event, Notice)
         self.notices.append(event.name)
+        self.reasons.append(str(event.keys.get("reason")))
 
     async def publish(self, *versions: int) -> None:
         for version in versions:
@@ -445,10 +448,14 @@ async def test_versions_of_an_earlier_process_are_compared_with_what_it_has_note
         await run.publish(0)
         run.publisher.hold(0)
         await run.publish(1, 2, 3)
+    folder = tmp_path / "v000000"
     if harm == "weights":
-        write_theta(tmp_path / "v000000", 0.5)
+        write_theta(folder, 0.5)
     if harm == "reference":
-        (tmp_path / "v000000" / "probe.json").write_text("[[")
+        (folder / "probe.json").write_text("[[")
+    # Not damage, which the folder would tell, but what somebody has written on purpose.
+    (folder / "about.json").unlink()
+    seal_folder(folder, "about.json", {})
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:
         assert await run.publisher.adopt({0}) == {0}
@@ -460,6 +467,34 @@ async def test_versions_of_an_earlier_process_are_compared_with_what_it_has_note
             return
         await run.publish(3)
         assert _versions(one) == [0, 3]
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("harm", ["a bit", "a cut", "a file less", "no seal", "a folder for a file"])
+@pytest.mark.parametrize("name", ["theta.json", "probe.json", "about.json"])
+async def test_a_damaged_version_of_an_earlier_process_is_not_adopted(tmp_path: Path, harm: str, name: str) -> None:
+    """Its trajectories begin anew, as if it were gone, and a notice has the path."""
+    async with _running(tmp_path, ScriptedServer()) as run:
+        await run.publish(0)
+        run.publisher.hold(0)
+        await run.publish(1)
+        run.publisher.hold(1)
+        await run.publish(2, 3)
+    path = tmp_path / "v000000" / ("about.json" if harm == "no seal" else name)
+    content = path.read_bytes()
+    place = len(content) // 2
+    path.unlink()
+    if harm == "a bit":
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    elif harm == "a cut":
+        path.write_bytes(content[:place])
+    elif harm == "a folder for a file":
+        path.mkdir()
+    async with _running(tmp_path, ScriptedServer()) as run:
+        assert await run.publisher.adopt({0, 1}) == {1}
+        assert run.folders() == ["v000001"]
+        assert run.notices == ["adapter_damaged"]
+        assert str(path) in run.reasons[0]
 
 
 @pytest.mark.virtual_clock

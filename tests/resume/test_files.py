@@ -19,9 +19,9 @@ from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.checkpoint.values import frozen, read_trajectory
 from asyncrl.errors import CheckpointError
-from asyncrl.events import EvaluationFinished, Events, StepFinished
+from asyncrl.events import EvaluationFinished, Events, Notice, StepFinished
 from asyncrl.learning.base import TrainingSequence
-from asyncrl.observe.sinks import read_results, write_events
+from asyncrl.observe.sinks import read_results, told_step, write_events
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import DropReason, Group, Span, SpanKind, StopReason, ToolCall, Trajectory, TruncationCause
 
@@ -334,3 +334,36 @@ def test_a_save_that_fails_does_not_spoil_the_next(tmp_path: Path, monkeypatch: 
     progress = read.groups[0].progress
     assert progress is not None
     _same(progress.active[0], traj)
+
+
+def _metrics_line(n: int, **values: object) -> bytes:
+    line = {"n": n, "model_step": n, "time": float(n), "reward/mean": 0.5, **values}
+    return orjson.dumps(line) + b"\n"
+
+
+@pytest.mark.parametrize(
+    "odd", [b"{]\n", b"\xff\n", b"7\n", b"[]\n", b"null\n", b"{}\n", b'{"n":2}\n', _metrics_line(2, note="text"), b"\n"]
+)
+def test_a_line_of_results_that_cannot_be_read_is_said_and_left_out(tmp_path: Path, odd: bytes) -> None:
+    """The others count, null is a number that JSON does not have, and the half line at the end is none yet."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(_metrics_line(1, odd=None) + odd + _metrics_line(3) + b'{"n": 4')
+    first, notice, last = read_results(tmp_path)
+    assert isinstance(first, StepFinished)
+    assert math.isnan(first.metrics["odd"])
+    assert isinstance(last, StepFinished)
+    assert (first.n, last.n) == (1, 3)
+    assert isinstance(notice, Notice)
+    assert (notice.name, notice.keys) == ("line_unreadable", {"path": str(path), "line": 2})
+    assert told_step(tmp_path) == (path, 3)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+async def test_a_folder_in_the_place_of_results_is_named(tmp_path: Path, name: str) -> None:
+    """Reading and going on with them alike."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=name):
+        list(read_results(tmp_path))
+    with pytest.raises(CheckpointError, match=name):
+        async with write_events(tmp_path, Events()):
+            raise AssertionError("not begun")
