@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.toolcalls import ParsedTurn
 from asyncrl.types import StopReason, Trajectory, TruncationCause
 
 __all__ = ["Budget"]
@@ -35,6 +36,8 @@ class Budget:
     """Sampled tokens of one turn; it is then complete as it stands. None: bounded by the rest of the budget only."""
     tool_output_tokens: int = 4096
     """Longest tool result; what is longer loses its middle."""
+    max_turn_calls: int = 64
+    """Tool calls of one turn that are run; the others get one short answer together."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,6 +75,23 @@ class Budget:
         """True if the model ended its message, or the turn has all the tokens that it may have."""
         cap = self._turn_cap(turn_cap)
         return traj.stop is StopReason.STOP or (cap is not None and traj.turn_tokens >= cap)
+
+    def answered(self, parsed: ParsedTurn) -> ParsedTurn:
+        """The turn with as many calls as are run, and one that says of the others that they are not.
+
+        A model that repeats itself can write ten thousand calls into a turn.
+        """
+        calls, most = parsed.tool_calls, self.max_turn_calls
+        if len(calls) <= most:
+            return parsed
+        left_out = len(calls) - most
+        error = f"at most {most} calls of a turn are run; this one and those after it, {left_out} in all, were left out"
+        kept = (*calls[:most], replace(calls[most], arguments=None, error=error))
+        answered = {call.id for call in kept}
+        message = dict(parsed.message)
+        if "tool_calls" in message:
+            message["tool_calls"] = [call for call in message["tool_calls"] if call["id"] in answered]
+        return ParsedTurn(message=message, tool_calls=kept)
 
     def after_turn(self, traj: Trajectory) -> TruncationCause | None:
         """Why no further turn may follow, although the environment wants one; None if it may."""

@@ -21,6 +21,7 @@ import anyio
 
 from asyncrl.endings import WhenBegun, first_error
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plain import error_text, shortened
 from asyncrl.rollout.border import TurnResult
 from asyncrl.rollout.calls import blamed
 from asyncrl.rollout.tools import Tool
@@ -31,8 +32,8 @@ __all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "env_factory"]
 T = TypeVar("T")
 Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
 
-_REASON_CHARACTERS = 500
-# Of what a parser says about a call; it may quote it.
+_NAME, _REASON = 100, 500
+# Characters of a tool's name that a model made up, and of what a parser says about a call, which may quote it.
 
 
 class Env(ABC):
@@ -191,11 +192,11 @@ async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
         traj.add_metric("tool_calls", 1)
         traj.add_metric("tool_errors", reply.failed)
         traj.add_metric("tool_seconds", reply.seconds)
-        traj.add_seconds(f"tool {call.name}", reply.seconds)
         if call.name in tools:  # what a model makes up must not become a metric
+            traj.add_seconds(f"tool {call.name}", reply.seconds)
             traj.add_metric(f"tool_calls/{call.name}", 1)
     return [
-        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply.content}
+        {"role": "tool", "name": call.name[:_NAME], "tool_call_id": call.id, "content": reply.content}
         for call, reply in zip(calls, replies, strict=True)
     ]
 
@@ -219,12 +220,12 @@ async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: E
 async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
     """What the model reads; raises only what is not its fault."""
     if call.arguments is None:
-        name = f" of {call.name[:100]!r}" if call.name else ""
-        content = f"error: the tool call{name} could not be read: {call.error[:_REASON_CHARACTERS]}"
+        name = f" of {call.name[:_NAME]!r}" if call.name else ""
+        content = f"error: the tool call{name} was not run: {shortened(call.error, _REASON)}"
         return _Reply(content=content, failed=True)
     if call.name not in tools:
         known = ", ".join(sorted(tools)) or "none"
-        return _Reply(content=f"error: there is no tool {call.name!r}; there are: {known}", failed=True)
+        return _Reply(content=f"error: there is no tool {call.name[:_NAME]!r}; there are: {known}", failed=True)
     time = asyncio.get_running_loop().time
     started = time()
     try:
@@ -234,5 +235,4 @@ async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
         failure = blamed(f"tool {call.name!r}", error)
     if isinstance(failure, AsyncRLError):
         raise failure
-    content = f"error: {type(failure).__name__}: {failure}"
-    return _Reply(content=content, failed=True, seconds=time() - started)
+    return _Reply(content=f"error: {error_text(failure)}", failed=True, seconds=time() - started)

@@ -149,7 +149,7 @@ def _extend(traj: Trajectory, segment: Segment) -> None:
 
 async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """The turn is complete: read the message."""
-    parsed = await context.renderer.parse(traj.turn_ids(), env.tools)
+    parsed = context.budget.answered(await context.renderer.parse(traj.turn_ids(), env.tools))
     traj.messages.append(parsed.message)
     traj.tool_calls = list(parsed.tool_calls)
     traj.turns += 1
@@ -159,7 +159,7 @@ async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
 async def _read_cut(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """The conversation ran out of budget: what there is of an open turn is its last message. Its calls are not run."""
     if traj.turn_tokens and not traj.awaiting_reply and not traj.cut:
-        parsed = await context.renderer.parse(traj.turn_ids(), env.tools)
+        parsed = context.budget.answered(await context.renderer.parse(traj.turn_ids(), env.tools))
         traj.messages.append(parsed.message)
         traj.cut = True
 

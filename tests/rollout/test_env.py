@@ -106,7 +106,7 @@ async def test_what_the_model_did_wrong_is_told_to_it_and_counted(traj: Trajecto
     messages = await Workshop().on_turn(traj)
     assert isinstance(messages, list)
     assert [message["content"] for message in messages] == [
-        "error: the tool call could not be read: not JSON",
+        "error: the tool call was not run: not JSON",
         "error: there is no tool 'unknown'; there are: fail, hang, wait",
         "error: ValueError: invalid arguments: seconds: Input should be a valid number",
         "error: ValueError: bad value",
