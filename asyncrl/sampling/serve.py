@@ -14,7 +14,8 @@ import orjson
 import uvicorn
 
 from asyncrl.errors import ConfigError
-from asyncrl.sampling.embedded.app import ServerOptions, create_app
+from asyncrl.sampling.embedded.app import create_app
+from asyncrl.sampling.embedded.options import ServerOptions
 
 __all__ = ["ServerOptions", "run_server"]
 

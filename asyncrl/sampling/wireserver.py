@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from asyncrl.sampling.replies import shown
 from asyncrl.sampling.wire import error_text
 
 __all__ = [
@@ -43,6 +44,8 @@ ABORTED_WAITING: Mapping[str, Any] = {"type": "abort", "message": "Abort in wait
 _SPARE_TOKENS = 5
 # Prompts must stay further than this from one token less than what fits.
 _UNUSED_TOKENS = 2
+_MOST_STOPS = 32
+_SHOWN = 100
 
 
 class WireError(Exception):
@@ -105,7 +108,7 @@ def field(body: Mapping[str, Any], key: str, kind: type, default: Any = None) ->
     if value is None and default is not ...:
         return default
     if type(value) is not kind:
-        raise bad_request(f"{key}: expected {kind.__name__}, got {value!r}")
+        raise bad_request(f"{key}: expected {kind.__name__}, got {shown(value)}")
     return value
 
 
@@ -271,16 +274,16 @@ def _sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
     for key in params:
         if key not in _SAMPLING and key not in _NEUTRAL:
             known = ", ".join(sorted([*_SAMPLING, *_NEUTRAL]))
-            raise WireError(400, {"error": f"unknown field `{key}`, expected one of {known}"})
+            raise WireError(400, {"error": f"unknown field `{key[:_SHOWN]}`, expected one of {known}"})
     for key, allowed in _NEUTRAL.items():
         if params.get(key) is not None and params[key] not in allowed:
-            raise bad_value(f"{key} is {params[key]!r}, which this server does not support")
+            raise bad_value(f"{key} is {shown(params[key])}, which this server does not support")
     read: dict[str, Any] = {}
     for key, (kinds, default) in _SAMPLING.items():
         value = params.get(key, default)
         if value is not None and type(value) not in kinds:
             expected = " or ".join(kind.__name__ for kind in kinds)
-            raise WireError(400, {"error": f"sampling_params.{key}: expected {expected}, got {value!r}"})
+            raise WireError(400, {"error": f"sampling_params.{key}: expected {expected}, got {shown(value)}"})
         # For the number of tokens null has a meaning of its own: as many as fit.
         read[key] = default if value is None and key != "max_new_tokens" else value
     stop = read["stop"]
@@ -295,7 +298,7 @@ def _sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
 def _require_all(values: Sequence[Any], kind: type, key: str) -> None:
     for value in values:
         if type(value) is not kind:
-            raise WireError(400, {"error": f"sampling_params.{key}: expected {kind.__name__}, got {value!r}"})
+            raise WireError(400, {"error": f"sampling_params.{key}: expected {kind.__name__}, got {shown(value)}"})
 
 
 def _check_params(params: Mapping[str, Any]) -> None:
@@ -305,8 +308,11 @@ def _check_params(params: Mapping[str, Any]) -> None:
         "top_p": (0 < params["top_p"] <= 1, "in (0, 1]"),
         "top_k": (params["top_k"] == -1 or params["top_k"] >= 1, "-1 (disable) or at least 1"),
         "min_p": (0 <= params["min_p"] <= 1, "in [0, 1]"),
-        "stop": (all(params["stop"]), "strings that are not empty"),
+        "stop": (
+            all(params["stop"]) and len(params["stop"]) <= _MOST_STOPS,
+            f"at most {_MOST_STOPS} strings that are not empty",
+        ),
     }
     for key, (right, allowed) in rules.items():
         if not right:
-            raise bad_value(f"{key} must be {allowed}, got {params[key]}.")
+            raise bad_value(f"{key} must be {allowed}, got {shown(params[key])}.")

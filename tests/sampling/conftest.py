@@ -70,7 +70,8 @@ Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 def serving(tiny_model: Callable[..., Path]) -> Serving:
     """The embedded server in this process, and a client of it: ``async with serving(api_key="x") as client``."""
     import asyncrl.sampling.embedded.loading  # noqa: F401  takes seconds, which belong to no test
-    from asyncrl.sampling.embedded.app import ServerOptions, create_app
+    from asyncrl.sampling.embedded.app import create_app
+    from asyncrl.sampling.embedded.options import ServerOptions
 
     @asynccontextmanager
     async def open_server(**changes: Any) -> AsyncGenerator[httpx.AsyncClient, None]:

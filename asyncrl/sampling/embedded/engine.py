@@ -56,6 +56,10 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_running_requests = max_running_requests
         self._random = random.Random(random_seed)
+        self._passing: list[Request] = []
+        # The requests of the pass that is being computed.
+        self._suspects: set[int] = set()
+        # Which requests may be the cause of a pass that failed, by ``id``; see ``recover``.
 
     @property
     def idle(self) -> bool:
@@ -63,12 +67,37 @@ class Engine:
         return not self.waiting and not self.running
 
     def step(self) -> list[Request]:
-        """One forward pass. Returns the requests that ended in it."""
+        """One forward pass. Returns the requests that ended in it. If it raises, ``recover`` is next."""
         prefill = self._schedule_prefill()
+        self._passing = prefill or self.running
         if prefill:
             return self._prefill(prefill)
         self._make_room()
+        self._passing = list(self.running)
         return self._decode() if self.running else []
+
+    def recover(self, error: Exception) -> list[Request]:
+        """After a step that raised: no request is lost but the one that it is about. Returns those that ended.
+
+        If several were in the pass, requests are computed one by one until one of these is found to be the cause, or
+        all have ended. The cache is forgotten, because nobody knows what of it is right.
+        """
+        passing, self._passing = self._passing, []
+        ended = [request for request in passing if request.finish_reason is not None]
+        involved = [request for request in passing if request.finish_reason is None]
+        if not passing and self.waiting:
+            involved = [self.waiting.popleft()]
+        if len(involved) == 1:
+            involved[0].failure = f"{type(error).__name__}: {error}"
+            involved[0].finish_reason = dict(ABORTED)
+        others = [request for request in [*involved, *self.running] if request.finish_reason is None]
+        for request in [*ended, *involved, *self.running]:
+            request.node, request.slots, request.cached = None, array("q"), 0
+        self.running.clear()
+        self.cache = PrefixCache(self.model.slots)
+        self.waiting.extendleft(reversed(list(dict.fromkeys(others))))
+        self._suspects = {id(request) for request in involved} if len(involved) > 1 else set()
+        return [*ended, *(request for request in involved if request.failure)]
 
     def abort(self, rid: str) -> list[Request]:
         """End a request with what it has; an unknown one is nothing."""
@@ -112,6 +141,8 @@ class Engine:
         longest = 0
         skipped: deque[Request] = deque()
         while self.waiting and len(self.running) + len(chosen) < self._max_running_requests:
+            if self._suspects and (self.running or chosen):
+                break
             request = self.waiting.popleft()
             self._find_prefix(request)
             new = request.tokens[len(request.slots) :]
@@ -277,6 +308,7 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
+        self._suspects.discard(id(request))
         self._keep_prefix(request)
         self._forget_prefix(request)
 
@@ -287,6 +319,7 @@ class Engine:
         else:
             request.finish_reason = dict(ABORTED_WAITING)
             self.waiting.remove(request)
+            self._suspects.discard(id(request))
         return request
 
 

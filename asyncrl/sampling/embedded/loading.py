@@ -8,9 +8,9 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from asyncrl.learning.worker import Worker
-from asyncrl.sampling.embedded.app import ServerOptions
 from asyncrl.sampling.embedded.engine import Engine
 from asyncrl.sampling.embedded.model import DecoderModel
+from asyncrl.sampling.embedded.options import ServerOptions
 from asyncrl.sampling.embedded.service import Service
 from asyncrl.sampling.embedded.updates import WeightUpdates
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.errors import ConfigError
+from asyncrl.sampling.embedded.adapterfolder import Adapter, read_adapter, read_tensors
+from asyncrl.sampling.replies import shown
 
 __all__ = ["Adapter", "DecoderModel", "ForwardBatch"]
 
@@ -31,17 +31,8 @@ _ROPE_TYPES = ("default", "linear", "llama3")
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_ADAPTED = "base_model.model."
-_UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-# Options of an adapter that SGLang refuses or ignores; ignoring them would be another policy than the trained one.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Adapter:
-    """A LoRA adapter: module ("model.layers.3.self_attn.q_proj") -> (A, B), with the scale in B."""
-
-    name: str
-    modules: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+_OPTIONAL = (*(f"{module}.bias" for module in _LINEAR), "self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_DERIVED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,33 +76,47 @@ class DecoderModel:
         self._pool = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self._layers)]
 
     def load_weights(self, path: Path) -> None:
-        """Read every weight from the model folder ``path``; nothing changes if one is missing or has another shape."""
+        """Read every weight from the model folder ``path``; nothing changes unless it has just those of the model."""
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise ConfigError.for_value("model", str(path), "a folder with safetensors weights")
         read: dict[str, torch.Tensor] = {}
         for file in files:
-            read.update(_read(file))
+            read.update(read_tensors(file))
         missing = [name for name in self._needed() if name not in read]
         if missing:
             raise ConfigError.for_value("model", str(path), f"a folder with all weights; {missing[0]} is missing")
-        weights = {name: tensor.to(self.device, self._dtype) for name, tensor in read.items()}
+        if self.config.tie_word_embeddings:
+            read["lm_head.weight"] = read["model.embed_tokens.weight"]
+        # What is not used is no part of the model: some write down numbers that follow from the configuration.
+        used = {name: tensor for name, tensor in read.items() if not name.endswith(_DERIVED)}
+        before = self._weights or used
+        unknown = sorted(used.keys() - self._known)
+        if unknown:
+            raise ConfigError(f"{path} has weights that this server has no use for, such as {shown(unknown[0])}")
+        for name in {**before, **used}:
+            if name not in before or name not in used or used[name].shape != before[name].shape:
+                raise ValueError(f"{path} is another model than the one that is served: its {shown(name)} differs")
+        weights = {name: tensor.to(self.device, self._dtype) for name, tensor in used.items()}
         if self.config.tie_word_embeddings:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        for name, before in self._weights.items():
-            if name not in weights or weights[name].shape != before.shape:
-                raise ValueError(f"{path} is another model than the one that is served: its {name} differs")
         self._weights = weights
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace some weights; nothing changes if one of them is not ours or has another shape."""
         for name, tensor in tensors.items():
             if name not in self._weights or self._weights[name].shape != tensor.shape:
-                raise ValueError(f"{name} of shape {list(tensor.shape)} is no weight of the model that is served")
+                raise ValueError(
+                    f"{shown(name)} of shape {list(tensor.shape)} is no weight of the model that is served"
+                )
         weights = {name: tensor.to(self.device, self._dtype) for name, tensor in tensors.items()}
         if self.config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         self._weights = self._weights | weights
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of each weight."""
+        return {name: list(tensor.shape) for name, tensor in self._weights.items()}
 
     def checksums(self) -> dict[str, str]:
         """A digest of the bytes of each weight."""
@@ -123,26 +128,9 @@ class DecoderModel:
 
     def load_adapter(self, name: str, path: Path) -> Adapter:
         """Read a PEFT folder. Raises ``ValueError`` for what is not a plain LoRA adapter of this model."""
-        config = orjson.loads((path / "adapter_config.json").read_bytes())
-        unsupported = [key for key in _UNSUPPORTED if config.get(key)]
-        if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unsupported:
-            raise ValueError(f"{path} is not a plain LoRA adapter: {unsupported or config.get('peft_type')}")
-        tensors = _read(path / "adapter_model.safetensors")
-        pairs: dict[str, dict[str, torch.Tensor]] = {}
-        for key, tensor in tensors.items():
-            module, _, side = key.removesuffix(".weight").rpartition(".")
-            pairs.setdefault(module.removeprefix(_ADAPTED), {})[side] = tensor
-        scale = config["lora_alpha"] / config["r"]
-        modules: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for module, pair in pairs.items():
-            if module.partition("layers.")[2].partition(".")[2] not in _LINEAR:
-                raise ValueError(f"{path} adapts {module}, which is not a linear module of a layer")
-            a, b = pair["lora_A"], pair["lora_B"]
-            weight = self._weights.get(module + ".weight")
-            if weight is None or weight.shape != (b.shape[0], a.shape[1]):
-                raise ValueError(f"{path} does not fit the model that is served: {module}")
-            modules[module] = (a.to(self.device, self._dtype), (b * scale).to(self.device, self._dtype))
-        return Adapter(name=name, modules=modules)
+        modules = [f"model.layers.{i}.{module}" for i in range(self._layers) for module in _LINEAR]
+        shapes = {module: (w.shape[0], w.shape[1]) for module in modules for w in (self._weights[module + ".weight"],)}
+        return read_adapter(name, path, shapes=shapes, device=self.device, dtype=self._dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -225,18 +213,16 @@ class DecoderModel:
             names.append("lm_head")
         return [name + ".weight" for name in names]
 
+    @cached_property
+    def _known(self) -> set[str]:
+        """Every weight that a model of this configuration may have."""
+        optional = {f"model.layers.{i}.{name}" for i in range(self._layers) for name in _OPTIONAL}
+        return {*self._needed(), "lm_head.weight", *optional}
+
     def _default_slots(self) -> int:
         """A gigabyte of keys and values, but no more than 64k tokens."""
         per_token = 2 * self._layers * self._kv_heads * self._head_dim * self._dtype.itemsize
         return min(65_536, 2**30 // per_token)
-
-
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    return tensors
 
 
 def _check_supported(config: Any) -> None:

@@ -49,6 +49,8 @@ class Request:
     retractions: int = 0
     prefilled: bool = False
     """A first prefill has been done."""
+    failure: str = ""
+    """Why it could not be computed."""
     finish_reason: dict[str, Any] | None = None
 
     @property

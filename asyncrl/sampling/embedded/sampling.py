@@ -31,7 +31,7 @@ def draw(
     likely token, with the log-probability at temperature 1. ``uniforms`` are the draws in [0, 1), one a row.
     """
     greedy = [p.temperature < _GREEDY_BELOW for p in params]
-    temperatures = [1.0 if likeliest else p.temperature for likeliest, p in zip(greedy, params, strict=True)]
+    temperatures = [1.0 if likeliest else float(p.temperature) for likeliest, p in zip(greedy, params, strict=True)]
     if any(temperature != 1.0 for temperature in temperatures):
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -57,7 +57,7 @@ def _restricted(probabilities: torch.Tensor, params: Sequence[GenerateRequest]) 
         keep = values >= p.min_p * values[0]
         # A token stays while the mass before it is below top_p, so that the first always stays.
         keep &= values.cumsum(0) - values < p.top_p
-        if p.top_k >= 1:
+        if 1 <= p.top_k < len(keep):
             keep[p.top_k :] = False
         probabilities[row, order[~keep]] = 0.0
     return probabilities

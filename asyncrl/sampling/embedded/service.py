@@ -138,6 +138,8 @@ class Service:
             if adapter is not None:
                 adapter.users -= 1
                 self._changed.notify()
+        if request.failure:
+            raise WireError(500, {"error": {"message": f"the request could not be computed: {request.failure}"}})
         return self._reply(request)
 
     async def abort(self, rid: str) -> None:
@@ -271,7 +273,12 @@ class Service:
         for _ in range(_STEPS):
             if self.engine.idle:
                 break
-            ended = self.engine.step()
+            try:
+                ended = self.engine.step()
+            except Exception as error:
+                ended = self.engine.recover(error)
+                if not ended and self.engine.idle:
+                    raise
             if ended or self._wanted or self._arrived:
                 return ended
         return []

@@ -6,6 +6,7 @@ are refused: reading them would mean unpickling.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,14 @@ import anyio.to_thread
 
 from asyncrl.sampling.embedded.group import ReceivingGroup
 from asyncrl.sampling.embedded.service import Service
-from asyncrl.sampling.wireserver import field, update_error
+from asyncrl.sampling.replies import shown
+from asyncrl.sampling.wireserver import bad_request, field, update_error
 
 __all__ = ["WeightUpdates"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
+_MOST_RANKS = 2**16
+_PLAIN = re.compile(r"[!-~]{1,255}")
 _WITHIN_S = 120.0
 # For the other ranks to join, and for a broadcast to arrive.
 
@@ -53,12 +58,17 @@ class WeightUpdates:
 
     async def join(self, body: Mapping[str, Any]) -> None:
         """Join a group; returns when every rank has."""
-        name = field(body, "group_name", str, "weight_update_group")
-        address, port = field(body, "master_address", str, ...), field(body, "master_port", int, ...)
-        rank, world_size = field(body, "rank_offset", int, ...), field(body, "world_size", int, ...)
+        name = _name(body)
+        address, port = field(body, "master_address", str, ...), _within(body, "master_port", 1, 65_535)
+        world_size = _within(body, "world_size", 2, _MOST_RANKS)
+        rank = _within(body, "rank_offset", 1, world_size - 1)
+        if not _PLAIN.fullmatch(address):
+            raise bad_request(f"master_address is {shown(address)}, but must be the name or address of a host")
         backend = field(body, "backend", str, "nccl")
         if backend != "gloo":
-            raise update_error(f"Failed to initialize custom process group: backend {backend!r}, this server has gloo")
+            raise update_error(
+                f"Failed to initialize custom process group: backend {shown(backend)}, this server has gloo"
+            )
         if name in self._groups:
             raise update_error(f"Failed to initialize custom process group: {name} exists already")
 
@@ -79,7 +89,9 @@ class WeightUpdates:
         """Take what rank 0 broadcasts, then replace those weights."""
         self._require_open("update_weights_from_distributed")
         names, dtypes, shapes = (field(body, key, list, ...) for key in ("names", "dtypes", "shapes"))
-        name = field(body, "group_name", str, "weight_update_group")
+        name = _name(body)
+        label, flush = field(body, "weight_version", str), field(body, "flush_cache", bool, True)
+        abort_all = field(body, "abort_all_requests", bool, False)
         flattened = body.get("load_format") == "flattened_bucket"
         group = self._groups.get(name)
         if group is None:
@@ -87,6 +99,8 @@ class WeightUpdates:
                 f"Failed to receive weights: Group {name} not in {list(self._groups)}. "
                 "Please call `init_weights_update_group` first."
             )
+        # Before anybody waits for a broadcast that could not be used.
+        self._require_ours(names, dtypes, shapes)
         try:
             tensors = await anyio.to_thread.run_sync(
                 lambda: group.receive(names, dtypes, shapes, flattened=flattened),
@@ -95,13 +109,39 @@ class WeightUpdates:
             )
         except (RuntimeError, ValueError) as error:
             raise update_error(f"Failed to receive weights: {error}") from error
-        await self._service.update_weights(
-            tensors,
-            field(body, "weight_version", str),
-            flush=field(body, "flush_cache", bool, True),
-            abort_all=field(body, "abort_all_requests", bool, False),
-        )
+        await self._service.update_weights(tensors, label, flush=flush, abort_all=abort_all)
+
+    def _require_ours(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> None:
+        if not len(names) == len(dtypes) == len(shapes):
+            raise bad_request(
+                f"names, dtypes and shapes must be of one length, but have {len(names)}, {len(dtypes)}, {len(shapes)}"
+            )
+        known = self._service.engine.model.shapes()
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            if type(name) is not str or known.get(name) != shape:
+                raise update_error(
+                    f"Failed to receive weights: names and shapes have {shown(name)} of {shown(shape)}, which is no "
+                    "weight of the model that is served"
+                )
+            if dtype not in _DTYPES:
+                raise update_error(
+                    f"Failed to receive weights: dtypes has {shown(dtype)}, but must have {', '.join(_DTYPES)}"
+                )
 
     def _require_open(self, call: str) -> None:
         if not self._open:
             raise update_error(f"{call} must run between begin_weight_update() and end_weight_update()")
+
+
+def _within(body: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    value: int = field(body, key, int, ...)
+    if not least <= value <= most:
+        raise bad_request(f"{key} is {shown(value)}, but must be from {least} to {most}")
+    return value
+
+
+def _name(body: Mapping[str, Any]) -> str:
+    name: str = field(body, "group_name", str, "weight_update_group")
+    if not _PLAIN.fullmatch(name):
+        raise bad_request(f"group_name is {shown(name)}, but must be up to 255 visible characters")
+    return name

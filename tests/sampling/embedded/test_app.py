@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.sampling.embedded.app import ServerOptions
+from asyncrl.sampling.embedded.options import ServerOptions
 from tests.sampling.embedded.calls import Serving, body, post
 
 
@@ -79,17 +79,3 @@ def test_bad_options_are_named(options: dict[str, Any], key: str, tmp_path: Path
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=key):
         ServerOptions(**{"model": tmp_path} | options)
-
-
-async def test_a_failing_engine_ends_the_server(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its error, instead of requests that wait for ever."""
-    from asyncrl.sampling.embedded.engine import Engine
-
-    def fail(self: Engine) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(Engine, "step", fail)
-    with pytest.raises(ExceptionGroup) as caught:
-        async with serving() as client:
-            await post(client, "/generate", **body([5]))
-    assert caught.group_contains(RuntimeError, match="out of memory")
