@@ -12,6 +12,7 @@ one with the final parameters.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -211,10 +212,10 @@ def _seconds(slow: bool) -> float:
     return random.expovariate(1 / _SAMPLING_S) * (6 if slow else 1)
 
 
-async def _churn(sampler: SGLang, changes: list[str]) -> None:
+async def _churn(sampler: SGLang, changes: list[str], scope: anyio.CancelScope) -> None:
     """Take servers out of use and back into it, one at a time, so that two are always there."""
-    while True:
-        for url in _URLS:
+    with scope:
+        for url in itertools.cycle(_URLS):
             await anyio.sleep(random.expovariate(1 / 0.05))
             sampler.remove(url, now=random.random() < 0.5)
             changes.append(url)
@@ -271,12 +272,15 @@ async def _run(directory: Path, options: dict[str, Any]) -> None:
     )
     trainer.events.subscribe(lambda event: _say(begun=True), kinds=(VersionPublished,))
     changes: list[str] = []
+    churn = anyio.CancelScope()
     run = trainer.run(list(range(ROWS)), steps=options["steps"])
     async with aclosing(run) as steps, anyio.create_task_group() as tasks:
         async for step in steps:
             if fleet is not None and not changes:
-                tasks.start_soon(_churn, fleet, changes)
+                tasks.start_soon(_churn, fleet, changes, churn)
                 changes.append("begun")
+            if step.n == options["steps"]:
+                churn.cancel()  # the servers are closed next
             metrics = step.metrics
             _say(
                 n=step.n,
@@ -286,7 +290,6 @@ async def _run(directory: Path, options: dict[str, Any]) -> None:
                 rerolled=metrics["ledger/rerolled_groups"],
                 removed=len(changes),
             )
-        tasks.cancel_scope.cancel()
     _say(parameters=learner.parameters, rows=learner.rows, version=learner.version)
 
 
