@@ -81,6 +81,11 @@ class EngineSession:
         return self._context.activities
 
     @property
+    def servers(self) -> SGLang | None:
+        """Who knows on which server something is waited for, if anybody does."""
+        return self.policy.sampler if isinstance(self.policy.sampler, SGLang) else None
+
+    @property
     def requests_in_flight(self) -> int:
         """Sampling requests that are being answered."""
         return self._context.requests.in_use

@@ -91,7 +91,9 @@ class TrainingRun:
         state = RunState() if checkpoints is None else checkpoints.state
         self.ledger = restored_ledger(state)
         self.lag = LoopLag(self.events)
-        self.watchdog = Watchdog(self.events, session.activities)
+        self.watchdog = Watchdog(
+            self.events, session.activities, groups_per_step=plan.groups_per_step, servers=session.servers
+        )
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
         self.untrained = Untrained(
             self.events,

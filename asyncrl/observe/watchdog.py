@@ -1,4 +1,4 @@
-"""A word when nothing happens for long: what is waited for, since when, and on whom.
+"""A word when nothing happens for long: the few oldest things that are waited for, since when, on whom and where.
 
 The run is silent for longer than usual when no event comes and no member begins to wait for anything new, for three
 times the median step and at least two minutes. Steps are measured without evaluations and without what the caller does
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -31,7 +31,7 @@ from asyncrl.events import (
     VersionCommitted,
     VersionPublished,
 )
-from asyncrl.rollout.activity import Activities
+from asyncrl.rollout.activity import Activities, Activity
 from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["WATCHED", "Watchdog"]
@@ -53,25 +53,48 @@ _LEAST_S = 120.0
 # Shorter silences are usual: one long request, one slow tool.
 _STEPS = 3.0
 _REMEMBERED = 16
+_NAMED = 5
+# Members in one notice: what holds one of them often holds others, and several can be stuck for reasons of their own.
+
+
+class Servers(Protocol):
+    """Knows on which server something is waited for; ``SGLang`` is one."""
+
+    def server_of(self, trajectory: str) -> str | None:
+        """The server that has a request of ``trajectory`` now."""
+        ...
+
+    def oldest_call(self) -> tuple[float, str] | None:
+        """Since when the oldest control call is under way, and its URL."""
+        ...
 
 
 class Watchdog:
     """Subscribe ``observe`` to ``WATCHED`` and start ``run`` in a task group."""
 
-    def __init__(self, events: Events, activities: Activities) -> None:
+    def __init__(
+        self, events: Events, activities: Activities, *, groups_per_step: int, servers: Servers | None = None
+    ) -> None:
         self._events = events
         self._activities = activities
+        self._groups_per_step = groups_per_step
+        self._servers = servers
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._last = 0.0
         # Loop time of the last event.
         self._spoke = False
         self._woken = Pulse()
-        self._training_since: float | None = None
-        self._publishing: tuple[int, float] | None = None
+        self._learner: tuple[float, str] | None = None
+        # Since when it is waited for, and for what.
+        self._taken = 0
+        # Groups of the step under way.
+        self._unpublished: dict[int, float] = {}
+        # Committed version -> since when it, or the one before it, is being published.
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             StepFinished: self._step,
-            BatchTaken: self._train,
+            BatchTaken: self._take,
             ChunkTrained: self._train,
+            LearnerStepped: self._rest,
             VersionCommitted: self._commit,
             VersionPublished: self._publish,
         }
@@ -93,16 +116,28 @@ class Watchdog:
 
     def _step(self, event: StepFinished) -> None:
         self._step_seconds.append(event.metrics.get("train/batch_seconds", 0.0))
+        self._learner = None
+        self._taken = 0
 
-    def _train(self, event: BatchTaken | ChunkTrained) -> None:
-        self._training_since = event.time if isinstance(event, BatchTaken) else None
+    def _take(self, event: BatchTaken) -> None:
+        self._taken += len(event.groups)
+        self._learner = event.time, "the learner"
+
+    def _train(self, event: ChunkTrained) -> None:
+        # After a part of the batch, the rest of it is waited for.
+        complete = self._taken >= self._groups_per_step
+        self._learner = (event.time, "the learner's optimizer step") if complete else None
+
+    def _rest(self, event: LearnerStepped) -> None:
+        self._learner = None
 
     def _commit(self, event: VersionCommitted) -> None:
-        self._publishing = (event.version, event.time)
+        self._unpublished[event.version] = event.time
 
     def _publish(self, event: VersionPublished) -> None:
-        if self._publishing is not None and self._publishing[0] <= event.version:
-            self._publishing = None
+        self._unpublished = {
+            version: max(since, event.time) for version, since in self._unpublished.items() if version > event.version
+        }
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -118,27 +153,50 @@ class Watchdog:
             await self._woken.wait_until(lambda: not self._spoke)
 
     def _notice(self, now: float) -> Notice:
-        waits: list[tuple[float, dict[str, object]]] = []
-        oldest = self._activities.oldest
-        if oldest is not None:
-            traj = oldest.traj
-            keys: dict[str, object] = {
-                "waits_for": oldest.words,
-                "trajectory": traj.id,
-                "group": traj.group,
-                "member": traj.member,
-                "attempt": traj.attempt,
-                "turn": traj.turns if oldest.doing == "reply" else traj.turns + 1,
-            }
-            if traj.server and oldest.doing == "sampling":
-                keys["last_server"] = traj.server
-            waits.append((oldest.since, keys))
-        if self._training_since is not None:
-            waits.append((self._training_since, {"waits_for": "the learner"}))
-        if self._publishing is not None:
-            version, since = self._publishing
-            waits.append((since, {"waits_for": f"the publication of version {version}"}))
-        waits = waits or [(self._last, {"waits_for": "the caller's loop"})]
-        since, keys = min(waits, key=lambda wait: wait[0])
+        waits = [self._of_member(activity) for activity in self._activities.oldest(_NAMED)]
+        if self._learner is not None:
+            since, words = self._learner
+            waits.append((since, {"waits_for": words}))
+        if self._unpublished:
+            waits.append(self._of_publication(min(self._unpublished)))
+        waits.sort(key=lambda wait: wait[0])
+        (since, keys), *others = waits or [(self._last, {"waits_for": "the caller's loop"})]
         keys |= {"seconds": round(now - since, 1), "running_members": len(self._activities)}
+        if others:
+            keys["others"] = [_sentence(now - since, other) for since, other in others]
         return Notice(time=now, name="nothing_advances", level="warning", keys=keys)
+
+    def _of_member(self, activity: Activity) -> tuple[float, dict[str, object]]:
+        traj = activity.traj
+        keys: dict[str, object] = {
+            "waits_for": activity.words,
+            "trajectory": traj.id,
+            "group": traj.group,
+            "member": traj.member,
+            "attempt": traj.attempt,
+            "turn": traj.turns if activity.doing == "reply" else traj.turns + 1,
+        }
+        if activity.doing == "sampling":
+            server = None if self._servers is None else self._servers.server_of(traj.id)
+            if server is not None:
+                keys["server"] = server
+            elif traj.server:
+                keys["last_server"] = traj.server
+        return activity.since, keys
+
+    def _of_publication(self, version: int) -> tuple[float, dict[str, object]]:
+        keys: dict[str, object] = {"waits_for": f"the publication of version {version}"}
+        call = None if self._servers is None else self._servers.oldest_call()
+        if call is not None:
+            keys["call"] = call[1]
+        return self._unpublished[version], keys
+
+
+def _sentence(seconds: float, keys: Mapping[str, object]) -> str:
+    words = [str(keys["waits_for"])]
+    if "trajectory" in keys:
+        words.append(f"of {keys['trajectory']} in turn {keys['turn']}")
+    place = keys.get("server") or keys.get("call")
+    if place is not None:
+        words.append(f"at {place}")
+    return f"{' '.join(words)}, for {seconds:.1f} s"

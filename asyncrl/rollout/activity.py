@@ -6,6 +6,7 @@ of it belongs to the state of a trajectory.
 
 from __future__ import annotations
 
+import heapq
 from typing import Literal, NamedTuple, TypeAlias
 
 from asyncrl.types import Trajectory
@@ -44,8 +45,6 @@ class Activities(dict[str, tuple[Trajectory, Doing, float]]):
         """When somebody began to do something else, as far as they still run."""
         return max((since for _, _, since in self.values()), default=0.0)
 
-    @property
-    def oldest(self) -> Activity | None:
-        """Who has waited longest for one thing; None if nobody runs."""
-        oldest = min(self.values(), key=lambda activity: activity[2], default=None)
-        return None if oldest is None else Activity(*oldest)
+    def oldest(self, most: int) -> list[Activity]:
+        """The ``most`` who have waited longest for one thing."""
+        return [Activity(*each) for each in heapq.nsmallest(most, self.values(), key=lambda activity: activity[2])]

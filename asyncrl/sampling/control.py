@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class ServerControl:
         self.clock = clock or HoldClock()
         self._long_s = long_s
         self._paused = False
+        self.calls: dict[int, tuple[float, str]] = {}
+        """Calls under way: since when, and their route. For messages."""
+        self._numbers = count()
         self._client = client
         self._data_headers = _bearer(api_key)
         self._generate_url = httpx.URL(url + "/generate")
@@ -296,6 +300,8 @@ class ServerControl:
     ) -> bytes:
         send = partial(self._client.request, method, self.url + route, content=content, headers=headers)
         started = anyio.current_time()
+        number = next(self._numbers)
+        self.calls[number] = started, route
         try:
             with anyio.fail_after(within_s):
                 try:
@@ -308,6 +314,8 @@ class ServerControl:
             raise ServerUnavailable(f"{self.url}{route} did not answer within {within_s:g} s") from error
         except TRANSPORT_ERRORS as error:
             raise ServerUnavailable(f"{self.url}{route}: {type(error).__name__} {error}") from error
+        finally:
+            del self.calls[number]
         if response.status_code != 200:
             kind = ServerUnavailable if response.status_code >= 500 else RequestRefused
             raise kind(f"{self.url}{route}: {error_text(response.status_code, response.content)}")

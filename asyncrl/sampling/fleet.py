@@ -206,6 +206,13 @@ class Fleet:
         """See ``SGLang.server_of``."""
         return (self.pool if self._front is None else self._front.pool).server_of(trajectory)
 
+    def oldest_call(self) -> tuple[float, str] | None:
+        """See ``SGLang.oldest_call``."""
+        calls = [
+            (since, server.url + route) for server in self._servers.values() for since, route in server.calls.values()
+        ]
+        return min(calls, default=None)
+
     def add(self, url: str) -> None:
         """See ``SGLang.add``."""
         (url,) = check_urls([url], key="url")

@@ -195,6 +195,10 @@ class SGLang:
         """The server, or the router, that has a request of ``trajectory`` now; for messages."""
         return None if self._fleet is None else self._fleet.server_of(trajectory)
 
+    def oldest_call(self) -> tuple[float, str] | None:
+        """Since when the oldest control call is under way, and its URL; for messages."""
+        return None if self._fleet is None else self._fleet.oldest_call()
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, about who takes requests and of which version, holds."""
         await self._open("wait_until").pool.changed.wait_until(condition)

@@ -7,11 +7,24 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import asyncrl as rl
-from asyncrl.events import Notice, StepFinished
+from asyncrl.events import (
+    BatchTaken,
+    ChunkTrained,
+    Events,
+    LearnerStepped,
+    Notice,
+    StepFinished,
+    VersionCommitted,
+    VersionPublished,
+)
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.rollout.activity import Activities
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.testing import Deadlock, ScriptedLearner, ScriptedPublisher, ScriptedSampler
+from asyncrl.testing import Deadlock, ScriptedLearner, ScriptedPublisher, ScriptedSampler, run_virtual
 from asyncrl.types import Message, Trajectory
 from tests.faults.case import Case, One, with_tool
 
@@ -139,3 +152,88 @@ def test_an_evaluation_is_something_that_advances_and_is_no_step() -> None:
     assert _told(case) == []
     assert case.steps[-1].metrics["evaluation/seconds"] >= 1000.0
     assert all(step.metrics["train/batch_seconds"] < 10 for step in case.steps)
+
+
+class _Where:
+    """Knows on which server each trajectory is."""
+
+    def __init__(self, call: tuple[float, str] | None = None) -> None:
+        self._call = call
+
+    def server_of(self, trajectory: str) -> str | None:
+        return f"http://s{trajectory[-1]}" if trajectory.startswith("t") else None
+
+    def oldest_call(self) -> tuple[float, str] | None:
+        return self._call
+
+
+_DOINGS = {
+    "reset": "environment's reset",
+    "queue": "a place among the sampling requests",
+    "sampling": "a sampling request",
+    "reply": "environment's on_turn",
+    "reward": "environment's reward",
+}
+
+
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(
+    members=st.lists(st.tuples(st.sampled_from([*_DOINGS]), st.integers(0, 100)), max_size=12),
+    training=st.sampled_from([None, "pass", "part", "step", "done", "no gradient"]),
+    published=st.integers(0, 3),
+    call=st.booleans(),
+)
+def test_the_few_oldest_waits_are_all_named(  # noqa: C901  one branch for each kind of wait
+    members: list[tuple[Any, int]], training: str | None, published: int, call: bool
+) -> None:
+    """Members with their server, the learner in whatever it does, and the oldest version that is not published."""
+    told: list[Any] = []
+
+    async def main() -> None:
+        events, activities = Events(), Activities()
+        events.subscribe(told.append, kinds=(Notice,))
+        where = _Where((4.0, "http://s0/load_lora_adapter") if call else None)
+        watchdog = Watchdog(events, activities, groups_per_step=2, servers=where)
+        for number, (doing, since) in enumerate(members):
+            traj = Trajectory(id=f"t{number}", group=0, member=number, row=None, seed=0)
+            activities[traj.id] = (traj, doing, float(since))
+        for version in range(1, 4):
+            watchdog.observe(VersionCommitted(time=10.0 * version, version=version))
+        if published:
+            watchdog.observe(VersionPublished(time=35.0, version=published, seconds=1.0, probe_error=0.0))
+        if training is not None:
+            groups = (0,) if training == "part" else (0, 1)
+            watchdog.observe(BatchTaken(time=40.0, n=4, version=3, groups=groups))
+            if training in ("part", "step", "done"):
+                watchdog.observe(ChunkTrained(time=45.0, n=4, sequences=2, tokens=4, seconds=5.0))
+            if training == "done":
+                watchdog.observe(LearnerStepped(time=46.0, n=4, seconds=1.0))
+            if training == "no gradient":
+                watchdog.observe(StepFinished(time=47.0, n=4, model_step=3, metrics={}))
+        await anyio.sleep(300)
+        told.append(watchdog._notice(anyio.current_time()))
+
+    run_virtual(main)
+    waits = [
+        (float(since), f"{_DOINGS[doing]} of t{number} in turn {0 if doing == 'reply' else 1}", doing, number)
+        for number, (doing, since) in enumerate(members)
+    ]
+    expected = sorted(waits, key=lambda wait: wait[0])[:5]
+    words = [
+        (since, text + (f" at http://s{str(number)[-1]}" if doing == "sampling" else ""))
+        for since, text, doing, number in expected
+    ]
+    if training in ("pass", "step"):
+        words.append((40.0, "the learner") if training == "pass" else (45.0, "the learner's optimizer step"))
+    if published < 3:
+        place = " at http://s0/load_lora_adapter" if call else ""
+        words.append((35.0 if published else 10.0, f"the publication of version {published + 1}{place}"))
+    words.sort(key=lambda wait: wait[0])
+    [notice] = told
+    assert notice.keys["running_members"] == len(members)
+    if not words:
+        assert notice.keys["waits_for"] == "the caller's loop"
+        return
+    assert notice.keys["seconds"] == round(300.0 - words[0][0], 1)
+    assert words[0][1].startswith(str(notice.keys["waits_for"]))
+    assert notice.keys.get("others", []) == [f"{text}, for {300.0 - since:.1f} s" for since, text in words[1:]]
