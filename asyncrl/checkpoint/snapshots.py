@@ -58,6 +58,10 @@ class Snapshots:
             # The lines first: they write the token data, which has to be on disk before anything names it.
             lines = list(self._lines(state))
             shards = self._tokens.end()
+        except OSError as error:
+            self._tokens.abandon()
+            # A full disk does not say by itself where it is.
+            raise OSError(error.errno, error.strerror, str(self._folder)) from error
         except BaseException:
             self._tokens.abandon()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,6 +126,50 @@ def test_a_changed_recipe_is_refused(command: _Command) -> None:
     assert "max_staleness is 2, but was 1" in errors
     code, result, _ = command.train("--resume", str(command.run), "--set", "trainer.steps=8")
     assert (code, result["steps"]) == (0, 8)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "events.jsonl", "state", "journal", "weights"])
+def test_a_new_run_does_not_begin_among_the_files_of_another(command: _Command, left: str) -> None:
+    """Whichever of them is left; nothing is changed."""
+    (command.run / left).mkdir(parents=True)
+    code, _, errors = command.train("--run-dir", str(command.run))
+    assert code == 2
+    assert f"has the files of another run ({left}): use another folder" in errors
+    assert [path.name for path in command.run.iterdir()] == [left]
+
+
+def test_a_line_of_results_that_cannot_be_read_is_said(command: _Command) -> None:
+    """The run goes on, and the summary is of the lines that can be read."""
+    command.stop_at = 3
+    command.train("--run-dir", str(command.run))
+    path = command.run / "metrics.jsonl"
+    path.write_bytes(b"{" + path.read_bytes())
+    code, result, errors = command.train("--resume", str(command.run))
+    assert (code, result["steps"]) == (0, 5)
+    assert "line_unreadable" in errors
+    assert str(path) in errors
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "events.jsonl", "state", "journal", "weights"])
+@pytest.mark.parametrize("harm", ["emptied", "a folder", "a file"])
+def test_a_damaged_directory_is_refused_in_one_line(command: _Command, name: str, harm: str) -> None:
+    """With the path, and never with a traceback; or the run goes on as if nothing had happened."""
+    command.stop_at = 3
+    command.train("--run-dir", str(command.run))
+    path = command.run / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if harm == "a folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"" if harm == "emptied" else b"0")
+    code, _, errors = command.train("--resume", str(command.run))
+    results = name in ("metrics.jsonl", "events.jsonl")
+    harmless = harm != "a folder" if results else (name, harm) == ("state", "a folder")
+    assert code == (0 if harmless else 1), errors
+    if not harmless:
+        assert str(command.run) in errors
+        assert "CheckpointError" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(command: _Command) -> None:
