@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.errors import ProtocolError, WeightsOverwritten
+from asyncrl.sampling.replies import shown
 
 __all__ = ["ForeignWeights", "Labels", "Writer", "WrongWeights"]
 
@@ -151,15 +152,15 @@ class Labels:
             raise self.overwritten
 
     def _wrong(self, label: object) -> WrongWeights:
-        shown = repr(label)[:80]
+        found = shown(label)
         if self.writer is None:
-            return WrongWeights(f"weights {shown}, which are no version of ours")
+            return WrongWeights(f"weights {found}, which are no version of ours")
         us = f"this run is {self.writer.run}" + (f" at {self.newest}" if self.newest >= 0 else "")
         if not isinstance(label, str) or label in self._known:
-            return WrongWeights(f"weights {shown}, which are no version of ours: {us}")
+            return WrongWeights(f"weights {found}, which are no version of ours: {us}")
         parsed = _LABEL.fullmatch(label)
         if parsed is None:
-            return ForeignWeights(f"weights {shown}, which somebody else has named; {us}")
+            return ForeignWeights(f"weights {found}, which somebody else has named; {us}")
         run, process, version = parsed.groups()
         if run != self.writer.run:
             return ForeignWeights(f"weights of run {run}, version {version}; {us}")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, ProtocolError, SamplingError
 from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.labels import Labels, Writer
 from asyncrl.sampling.replies import adapter_names, context_of, integer, parse_load, ranks_of, scored, shown
 from asyncrl.sampling.served import ask
 from asyncrl.sampling.wire import error_text, parse_segment
@@ -168,6 +169,37 @@ def test_no_more_tokens_come_out_than_were_asked_for(count: int, most: int | Non
     else:
         with pytest.raises(ProtocolError, match=f"{count} ids, but {allowed} were asked for"):
             parse_segment(body, request=make_request("t"), most_tokens=most)
+
+
+def _claimed() -> Labels:
+    """Of a run that has given its servers three versions."""
+    labels = Labels()
+    labels.claim(Writer())
+    labels.give(3)
+    return labels
+
+
+_ODD_LABELS: list[Any] = [None, True, 7, 7.0, "", "-1", "1e3", "9" * 23, "7" * 5000, "٣", "\ud800", 10**5000]
+
+
+@pytest.mark.parametrize("labels", [Labels(), _claimed()])
+@pytest.mark.parametrize("adapter", [None, "a"])
+@pytest.mark.parametrize(
+    "label", [*_ODD_LABELS, [], {}, _deep(500), _deep(990)], ids=lambda label: type(label).__name__
+)
+def test_a_label_of_any_kind_is_a_version_or_refused(label: Any, adapter: str | None, labels: Labels) -> None:
+    """Whether it stands beside spans or alone, and whoever wrote it."""
+    for meta in ({"weight_versions": [{"version": label, "start": 0, "end": 3}]}, {"weight_version": label}):
+        body = _reply()
+        if "weight_version" in meta:
+            del body["meta_info"]["weight_versions"]
+        body["meta_info"] |= meta
+        try:
+            segment = parse_segment(body, request=make_request("t", adapter=adapter), labels=labels)
+        except SamplingError as error:
+            assert len(str(error)) < _LONG_MESSAGE
+        else:
+            _require_sound(segment)
 
 
 _CONTROL: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
