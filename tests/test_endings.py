@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import asyncrl as rl
@@ -21,6 +24,7 @@ from asyncrl.endings import Endings, FirstError, first_error, kept, noted
 from asyncrl.errors import ConfigError, NonFiniteError, ObserverError
 from asyncrl.events import Event, Events
 from asyncrl.iteration import Consumer, iterate
+from asyncrl.rollout.calls import call_user
 from asyncrl.testing import ScriptedLearner, ScriptedPublisher, ScriptedSampler, run_virtual
 from tests.faults.case import Case, One
 
@@ -510,6 +514,38 @@ def test_an_error_in_a_function_of_the_caller_ends_the_run_with_that() -> None:
     with pytest.raises(KeyError, match="on_step") as caught:
         rl.run(case.trainer, list(range(4)), steps=3, on_step=on_step)
     assert caught.value.__notes__ == ["and also ConfigError: the sampler's end"]
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_a_coroutine_that_an_abandoned_thread_returns_is_closed(abandoned: bool) -> None:
+    """A plain function may return one; after its caller was cancelled nobody awaits it, and Python would warn."""
+    go, begun = threading.Event(), threading.Event()
+    made: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    async def answer() -> str:
+        return "answer"
+
+    def plain() -> Any:
+        threads.append(threading.current_thread())
+        made.append(answer())
+        begun.set()
+        go.wait()
+        return made[0]
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(call_user, plain))
+            await anyio.to_thread.run_sync(begun.wait)
+            if abandoned:
+                tasks.cancel_scope.cancel()
+            else:
+                go.set()
+        go.set()
+
+    anyio.run(main)
+    threads[0].join(60)
+    assert inspect.getcoroutinestate(made[0]) == inspect.CORO_CLOSED
 
 
 def test_what_observers_raise_at_the_end_is_a_note() -> None:

@@ -164,11 +164,18 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     except asyncio.CancelledError:
         if call.begun:
             abandoned[call] = name
-            call.at_end = partial(abandoned.pop, call, None)
+            call.at_end = partial(_forget, call, abandoned)
             if call.ended:  # just now
                 call.at_end()
         raise
     return await result if inspect.isawaitable(result) else result
+
+
+def _forget(call: _Call, abandoned: dict[_Call, str]) -> None:
+    """Nobody waits for what it returned."""
+    abandoned.pop(call, None)
+    if inspect.iscoroutine(call.result):
+        call.result.close()
 
 
 class _Call:
@@ -178,12 +185,14 @@ class _Call:
         self._function = function
         self.begun = False
         self.ended = False
+        self.result: Any = None
         self.at_end: Callable[[], object] = bool
 
     def __call__(self) -> Any:
         self.begun = True
         try:
-            return self._function()
+            self.result = self._function()
+            return self.result
         finally:
             self.ended = True
             self.at_end()
