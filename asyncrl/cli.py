@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: train | demo | eval | serve | install-sglang | simulate.
+"""The ``asyncrl`` command: train | demo | eval | serve | install-sglang | simulate | render.
 
 It reads the arguments, says at once that something happens, and maps what happens to an exit code. stdout carries one
 JSON line, the result; everything for people goes to stderr. Composition is in ``compose``, the work in its owners.
@@ -17,6 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +199,12 @@ def _simulate(arguments: argparse.Namespace) -> None:
     run_simulation(recipe, read_options(vars(arguments), recipe), _say)
 
 
+def _render(arguments: argparse.Namespace) -> None:
+    from asyncrl.rendering import render_row
+
+    anyio.run(partial(render_row, _load(arguments), arguments.row, say=_say), backend="asyncio")
+
+
 def _load(arguments: argparse.Namespace) -> Recipe:
     path = arguments.recipe or _demo_recipe()
     _say(f"loading {path} (importing torch and, the first time, making the model can take half a minute)")
@@ -330,7 +337,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("recipe", type=Path, help="TOML file")
     simulate = add("simulate", _simulate, "predict steps per hour and token age of other schedules in seconds")
     simulate.add_argument("recipe", type=Path, help="TOML file; its environment and model are not needed")
-    for command in (train, demo, evaluate, simulate):
+    render = add("render", _render, "print what the model will read of a row, each token with what it is")
+    render.add_argument("recipe", type=Path, help="TOML file")
+    render.add_argument("--row", type=int, default=0, metavar="N", help="of data.train (0)")
+    for command in (train, demo, evaluate, simulate, render):
         command.add_argument(
             "--set",
             dest="overrides",

@@ -37,7 +37,7 @@ from asyncrl.sampling.sources import FileSource
 from asyncrl.trainer import AsyncTrainer
 from asyncrl.types import Row
 
-__all__ = ["ComposedRun", "compose", "engine_options", "trainer_options"]
+__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts", "engine_options", "trainer_options"]
 
 _LEAST_ADAPTERS = 8
 _SPARE_ADAPTERS = 4
@@ -87,6 +87,29 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
         **_keywords(recipe.model, without=("path", "source")),
     )
     return _wire(recipe, parts, learner, model, directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedPrompts:
+    """As much of a run as says what a model reads."""
+
+    env: Callable[[], Env]
+    rows: Sequence[Row]
+    model: Path
+    """Its folder."""
+
+
+def compose_prompts(recipe: Recipe) -> ComposedPrompts:
+    """What of ``recipe`` decides on prompts: as ``compose``, without learner and servers. Raises ``ConfigError``."""
+    base = recipe.path.resolve().parent
+    try:
+        return ComposedPrompts(
+            env=_environment(recipe.env.factory, recipe.env.options, base),
+            rows=_rows("data.train", recipe.data.train, base),
+            model=_model(recipe.model, base),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

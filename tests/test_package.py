@@ -61,6 +61,7 @@ LAYERS = {
     "asyncrl.references": 5,
     "asyncrl.compose": 5,
     "asyncrl.serving": 5,
+    "asyncrl.rendering": 5,
     "asyncrl.simulation": 5,
     "asyncrl.cli": 5,
     "asyncrl.__main__": 5,

@@ -70,12 +70,12 @@ class ChatTemplate:
         """True if it opens the model's message with reasoning that the model has to close."""
         return self.opening.rfind("<think>") > self.opening.rfind("</think>")
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool = True) -> str:
         """The opening of a conversation, up to where the model begins."""
         shielded = [
             self._control.shield(plain(message), model_turn=message.get("role") == "assistant") for message in messages
         ]
-        return self._write(shielded, tools, generate=True)
+        return self._write(shielded, tools, generate=generate)
 
     def after(self, turn: Message, new: Sequence[Message], tools: Sequence[Tool], *, generate: bool = True) -> str:
         """What follows ``turn``, a message of the model: its end token, the ``new`` messages, the next opening."""
@@ -172,7 +172,7 @@ class ChatTemplate:
 
     def _end_of_call(self, ends: Sequence[int], known: Sequence[int]) -> int | None:
         """The special token that ends a turn with a call, if it is none of ``ends``."""
-        turn = _TURN | {"tool_calls": [_CALL | {"function": {"name": "f", "arguments": {"x": TURN}}}]}
+        turn = _called([_CALL | {"function": {"name": "f", "arguments": {"x": TURN}}}])
         result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "b"}
         try:
             last = self._after_mark([_ASK, turn], generate=False)

@@ -181,12 +181,17 @@ def _before_brace(body: str) -> tuple[str, str, str]:
 
 def _read_named(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     name = re.sub(r"^functions\.|:\d+$", "", match["name"].strip())
+    if not match["end"]:
+        raise UnreadableCall("it is not closed", name)
     id = match["name"].strip() if ":" in match["name"] else ""
     body = match["body"].strip().removeprefix("```json").removesuffix("```")
     return [checked_call({"name": name, "arguments": read_json(body or "{}", name), "id": id})]
 
 
 _QUOTE = '<|"|>'
+_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PLAIN = re.compile(r"\b(?:True|False|None)\b(?!\")")
 
 
 def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
@@ -195,7 +200,7 @@ def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[Found
     if not match["end"]:
         raise UnreadableCall("it is not closed", name)
     text = "".join(
-        json.dumps(piece) if index % 2 else re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', piece)
+        json.dumps(piece) if index % 2 else _PLAIN.sub(lambda word: _WORDS[word[0]], _KEY.sub(r'\1"\2":', piece))
         for index, piece in enumerate(pieces)
     )
     return [checked_call({"name": name, "arguments": read_json(text, name)})]
@@ -227,18 +232,22 @@ def _read_channel(match: re.Match[str], parameters: Parameters) -> Sequence[Foun
 
 def _final(text: str) -> str:
     """What the channels say to the user; the text as it is if it has none."""
-    messages = list(_MESSAGE.finditer(text))
+    messages = list(_find_messages(text))
     if not messages:
         return text
     said = [match["body"] for match in messages if (_CHANNEL.search(match["head"]) or [""])[0].endswith("final")]
     return "".join(said)
 
 
-_MESSAGE = re.compile(
-    r"(?P<head>[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*)<\|message\|>(?P<body>.*?)"
-    r"(?:<\|(?:end|call|return)\|>|\Z)",
-    re.DOTALL,
-)
+_MESSAGE = re.compile(r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?:<\|(?:end|call|return)\|>|\Z)", re.DOTALL)
+
+
+def _find_messages(text: str) -> Iterator[re.Match[str]]:
+    place = 0
+    while text.find("<|message|>", place) >= 0 and (match := _MESSAGE.match(text, place)):
+        yield match
+        place = match.end()
+
 
 NOTATIONS: tuple[Notation, ...] = (
     TAGS,
@@ -264,9 +273,10 @@ NOTATIONS: tuple[Notation, ...] = (
         name="call tokens",
         marker="<｜tool▁calls▁begin｜>",
         find=_pattern(
-            r"(?:<[|｜]tool[_▁]calls?(?:[_▁]section)?[_▁]begin[|｜]>\s*)*"
-            r"(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+)(?:<｜tool▁sep｜>|<\|tool_call_argument_begin\|>|\n)"
-            r"(?P<body>.*?)<[|｜]tool[_▁]call[_▁]end[|｜]>\s*(?:<[|｜]tool[_▁]calls(?:[_▁]section)?[_▁]end[|｜]>)?"
+            r"(?:<[|｜]tool[_▁ ]calls(?:[_▁ ]section)?[_▁ ]begin[|｜]>\s*)?<[|｜]tool[_▁ ]call[_▁ ]begin[|｜]>\s*"
+            r"(?:function<｜tool[▁ ]sep｜>)?(?P<name>[^<\n]*)(?:<｜tool[▁ ]sep｜>|<\|tool_call_argument_begin\|>|\n|)"
+            r"(?P<body>.*?)(?:(?P<end><[|｜]tool[_▁ ]call[_▁ ]end[|｜]>)|\Z)\s*"
+            r"(?:<[|｜]tool[_▁ ]calls(?:[_▁ ]section)?[_▁ ]end[|｜]>)?"
         ),
         read=_read_named,
     ),
@@ -282,7 +292,7 @@ NOTATIONS: tuple[Notation, ...] = (
         find=_pattern(r"<(?P<tag>\w+:(?:tool_call|function_calls))>(?P<body>.*?)(?:(?P<end></(?P=tag)>)|\Z)"),
         read=_read_invoked,
     ),
-    Notation(name="channels", marker="<|channel|>", find=_MESSAGE.finditer, read=_read_channel, content=_final),
+    Notation(name="channels", marker="<|channel|>", find=_find_messages, read=_read_channel, content=_final),
     Notation(
         name="action", marker="<|START_ACTION|>", find=_between("<|START_ACTION|>", "<|END_ACTION|>"), read=_read_json
     ),

@@ -18,7 +18,7 @@ from asyncrl.rollout.toolcalls import ParsedTurn, parse_calls
 from asyncrl.rollout.tools import Tool
 from asyncrl.types import Message
 
-__all__ = ["Problem", "notation_of", "round_trip"]
+__all__ = ["Problem", "example_call", "notation_of", "round_trip"]
 
 _RESULT, _ANSWER, _QUESTION = "qresultq", "qanswerq", "qquestionq"
 # Words that no template writes by itself.
@@ -130,7 +130,7 @@ def _called(
 
 
 def _answered(template: ChatTemplate, tool: Tool, tools: Sequence[Tool]) -> Problem | None:
-    turn = _call(tool.name, _example(tool.parameters))
+    turn = example_call(tool)
     result: Message = {
         "role": "tool",
         "name": tool.name,
@@ -139,7 +139,7 @@ def _answered(template: ChatTemplate, tool: Tool, tools: Sequence[Tool]) -> Prob
     }
     try:
         text = template.after(turn, [result], tools)
-        if _RESULT not in text or (text.find(tool.name) >= 0 and template.calls(turn, tools).strip() in text):
+        if _RESULT not in text or _again(template, turn, tools, text):
             reason = f"the chat template leaves a tool's result out: after a call it writes {text[:_SHOWN]!r}"
             return Problem(name="results_not_written", tools=(tool.name,), reason=reason, fatal=True)
     except ConfigError as error:
@@ -153,6 +153,17 @@ def _answered(template: ChatTemplate, tool: Tool, tools: Sequence[Tool]) -> Prob
     except ConfigError as error:
         reason = str(error)
     return Problem(name="conversation_not_continued", tools=(tool.name,), reason=reason, fatal=False)
+
+
+def _again(template: ChatTemplate, turn: Message, tools: Sequence[Tool], text: str) -> bool:
+    """True if ``text``, which is to follow the turn, has its call once more."""
+    written = template.calls(turn, tools).strip()
+    return bool(written) and written in text
+
+
+def example_call(tool: Tool) -> Message:
+    """A model's turn that calls ``tool`` with arguments that fit its schema."""
+    return _call(tool.name, _example(tool.parameters))
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> Message:
