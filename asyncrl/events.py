@@ -128,6 +128,8 @@ class MemberFailed(Event):
     member: int
     attempt: int
     error: str
+    where: str = ""
+    """File, line and function of the user's code that raised; empty if none did."""
     generated_tokens: int = 0
 
 

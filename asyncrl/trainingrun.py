@@ -35,6 +35,7 @@ from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import COUNTED, MetricsRecorder
 from asyncrl.observe.untrained import Untrained
 from asyncrl.observe.watchdog import WATCHED, Watchdog
+from asyncrl.plain import numbers
 from asyncrl.plan import TrainingPlan, possible_losses
 from asyncrl.rollout.border import shared_parts
 from asyncrl.rollout.progress import GroupProgress
@@ -240,7 +241,8 @@ class TrainingRun:
 
     def _finish(self, step: TrainerStep, evaluated: float) -> Step:
         n = step.n
-        metrics = {**self._metrics(step), "evaluation/seconds": evaluated}
+        # A learner of the user's own reports what it likes; a logger gets floats.
+        metrics = numbers({**self._metrics(step), "evaluation/seconds": evaluated})
         self.events.emit(StepFinished(time=anyio.current_time(), n=n, model_step=self.clock.committed, metrics=metrics))
         trajectories = [member for group in step.groups for member in group.members_G]
         return Step(n=n, model_step=self.clock.committed, metrics=metrics, trajectories=trajectories, waits=step.waits)

@@ -83,12 +83,14 @@ class LogLines:
                 wait = dataclasses.asdict(event.wait) | {"seconds": _short(event.wait.seconds)}
                 self._logger.debug("barrier_opened", **wait)
             case MemberFailed():
+                where = {"where": event.where} if event.where else {}
                 self._logger.warning(
                     "member_failed",
                     group=event.group,
                     member=event.member,
                     attempt=event.attempt,
                     error=event.error,
+                    **where,
                 )
             case GroupRerolled():
                 self._logger.warning("group_rerolled", group=event.group, error=event.error)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Never
 
 import orjson
 
+import asyncrl
 from asyncrl.errors import ConfigError, InvalidValue
 from asyncrl.plain import jsonable, metric, number, numbers, shown, text, uncopied
 from asyncrl.types import Message, Row, Trajectory
@@ -33,6 +36,7 @@ __all__ = [
     "checked_state",
     "checked_turn",
     "place",
+    "raised_at",
     "shared_parts",
 ]
 
@@ -50,6 +54,9 @@ ROLES = (
 """Who may say something. Which of them a model knows is its chat template's business."""
 LARGEST_REWARD = 1e12
 # Its square, summed over a step's tokens, still fits into float32.
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_OTHERS = ("<frozen", str(Path(asyncrl.__file__).parent), *_LIBRARIES)
+# Where the code of others stands.
 _MESSAGES = "a list of messages such as {'role': 'user', 'content': '..'}"
 
 
@@ -82,6 +89,22 @@ def place(function: Any) -> str:
     if code is None:
         return name
     return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def raised_at(error: BaseException | None) -> str:
+    """The last line of the user's own code that an error came through, or what caused it: ``sums.py:14 in reward``.
+
+    Empty if there is none: all is ours, or a library's.
+    """
+    if error is None:
+        return ""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_OTHERS):
+            found = f"{file}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
+        trace = trace.tb_next
+    return found or raised_at(error.__cause__)
 
 
 def refuse(what: str, value: object, allowed: str, function: Any) -> Never:
@@ -169,7 +192,7 @@ def checked_metrics(traj: Trajectory, function: Any) -> None:
     One that is no number is taken out, and refused: it came in with ``function``, after which this is called.
     """
     found: object = traj.metrics
-    if type(found) is dict and all(map(_is_plain_metric, found.items())):
+    if type(found) is dict and _are_plain(found):
         return
     traj.metrics = numbers(found)
     if not isinstance(found, dict):
@@ -183,9 +206,13 @@ def checked_metrics(traj: Trajectory, function: Any) -> None:
             refuse(f"metric {shown(key)}", value, "a number", function)
 
 
-def _is_plain_metric(item: tuple[object, object]) -> bool:
-    key, value = item
-    return type(value) is float and type(key) is str and key.isascii() and not math.isinf(value)
+def _are_plain(metrics: Mapping[object, object]) -> bool:
+    """True if nothing has to be done. Looked at after each call of an environment."""
+    for key, value in metrics.items():
+        # What is not finite differs from itself by NaN.
+        if type(value) is not float or value - value != 0.0 or type(key) is not str or not key.isascii():
+            return False
+    return True
 
 
 def checked_state(value: object, function: Any) -> bytes:

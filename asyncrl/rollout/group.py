@@ -33,6 +33,7 @@ from asyncrl.events import (
     MemberFailed,
 )
 from asyncrl.plain import error_text
+from asyncrl.rollout.border import raised_at
 from asyncrl.rollout.calls import Deadline
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import is_accident
@@ -367,6 +368,7 @@ class _GroupRun:
                 member=traj.member,
                 attempt=traj.attempt,
                 error=error_text(traj.error),
+                where=raised_at(traj.error),
                 generated_tokens=traj.generated_tokens,
             )
         )

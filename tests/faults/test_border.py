@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 import torch
@@ -383,3 +387,90 @@ def test_a_row_with_a_part_that_cannot_be_copied_is_told_once() -> None:
     case.play(2, [{"stream": (i for i in "ab"), "q": []}])
     [notice] = case.notices("row_is_shared")
     assert "row['stream'] (generator)" in str(notice["reason"])
+
+
+POISON: Sequence[Any] = (
+    None,
+    "text",
+    object(),
+    [object()],
+    torch.zeros(2),
+    10**400,
+    {1: {2: {3}}},
+    math.nan,
+    "\udce9",
+    b"\xff",
+)
+
+
+@pytest.mark.parametrize("value", POISON, ids=lambda value: type(value).__name__)
+def test_a_state_saved_with_odd_values_is_no_reason_not_to_go_on(tmp_path: Path, value: Any) -> None:
+    """They were there for a moment only, in the middle of a call; then the process was stopped, and the code mended."""
+
+    mended: list[bool] = []
+
+    class Poisons(One):
+        open = 0
+        recovery = "stateless"
+
+        async def on_turn(self, traj: Trajectory) -> list[Message] | None:
+            if mended:
+                return None
+            traj.metrics["odd"] = value
+            traj.messages[0]["content"] = value
+            traj.messages.append({"role": "user", "content": [value], "odd": {"deep": value}})
+            traj.seconds["odd"] = value
+            await anyio.sleep(100.0)
+            return None
+
+    async def stopped(case: Case) -> None:
+        with anyio.move_on_after(5.0):
+            await case._run(STEPS, 4)
+
+    first = Case(Poisons, checkpointing=rl.Checkpointing(tmp_path, rollout_every=1.0))
+    run_virtual(stopped, first)
+    assert list((tmp_path / "state").glob("*.jsonl")), "it was saved"
+    mended.append(True)
+    again = Case(Poisons, checkpointing=rl.Checkpointing(tmp_path))
+    run_virtual(again._run, STEPS, 4)
+    assert [step.n for step in again.steps] == [1, 2]
+    assert again.of(MemberFailed) == []
+    for step in again.steps:
+        json.dumps(dict(step.metrics))
+
+
+def _fails() -> None:
+    raise KeyError("no such answer")
+
+
+@pytest.mark.parametrize("how", ["plain", "thread", "library", "infrastructure", "value"])
+def test_a_failure_says_where_the_users_code_was(how: str) -> None:
+    """File, line and function, also where a library or ours raised it."""
+
+    class Fails(One):
+        open = 0
+
+        async def reward(self, traj: Trajectory, row: Row) -> float:
+            if traj.member:
+                return 1.0
+            match how:
+                case "plain":
+                    _fails()
+                case "thread":
+                    await anyio.to_thread.run_sync(_fails)
+                case "library":
+                    json.loads("{")
+                case "infrastructure":
+                    raise TimeoutError("the sandbox")
+                case "value":
+                    traj.add_metric("x", [])  # type: ignore[arg-type]
+            return 0.0
+
+    case = Case(Fails, engine={"failures": rl.Failures(member_retries=0, group_rerolls=0, consecutive=3)})
+    with suppress(Exception):
+        case.play(1)
+    found = case.of(MemberFailed)
+    assert found
+    name = "_fails" if how in ("plain", "thread") else "reward"
+    for event in found:
+        assert re.fullmatch(rf".*test_border\.py:\d+ in {name}", event.where), event
