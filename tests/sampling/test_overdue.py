@@ -137,7 +137,7 @@ async def test_behind_a_router_it_is_asked_again_with_another_key(way: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("slower", [2, 30, 1000])
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("tokens", [4, 96])
+@pytest.mark.parametrize("tokens", [4, 48])
 async def test_a_slow_server_is_waited_for(slower: float, first: bool, tokens: int) -> None:
     """Also if it is a thousand times slower than the other one, and also its first request ever."""
     pace_s = 0.03
@@ -175,7 +175,7 @@ async def test_a_generation_of_30_000_tokens_is_waited_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-@pytest.mark.parametrize("paused_s", [600.0, HOUR_S])
+@pytest.mark.parametrize("paused_s", [600.0, 1800.0])
 async def test_a_pause_does_not_count(mode: Any, paused_s: float) -> None:
     """Requests that wait for a publication are not late, however long it takes."""
     one = scripted(seconds=lambda call: 1.0)
@@ -191,6 +191,7 @@ async def test_a_pause_does_not_count(mode: Any, paused_s: float) -> None:
         assert anyio.current_time() < paused_s + 60
 
 
+@pytest.mark.slow
 async def test_after_a_pause_the_clock_runs_again() -> None:
     """What hangs after it is found as soon as without it."""
     one = scripted(seconds=lambda call: 1.0)
@@ -201,7 +202,7 @@ async def test_after_a_pause_the_clock_runs_again() -> None:
             tasks.start_soon(sampler.sample, make_request("t", max_new_tokens=1))
             await anyio.sleep(10)
             await sampler.live[0].pause("retract")
-            await anyio.sleep(HOUR_S)
+            await anyio.sleep(1200)
             await sampler.live[0].continue_()
             resumed = anyio.current_time()
         assert 100 < anyio.current_time() - resumed < 600
@@ -244,7 +245,7 @@ async def test_an_abort_that_hangs_is_given_up(way: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(
     st.lists(st.sampled_from(["", "", "hold", "drip", "lose", "500"]), min_size=1, max_size=12),
     st.lists(st.sampled_from(["", "", "hold", "drip", "ignore"]), max_size=12),
