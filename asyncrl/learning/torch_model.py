@@ -307,6 +307,8 @@ def _with_adapter(model: Any, lora: LoraConfig) -> Any:
     import peft
 
     targets = lora.target_modules
+    # PEFT is content if one of them is there.
+    lora.require_targets(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good

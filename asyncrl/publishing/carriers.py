@@ -21,7 +21,7 @@ from asyncrl.publishing.delivery import Round
 from asyncrl.publishing.staging import Copies, Folders, Store
 from asyncrl.sampling.control import ServerControl
 
-__all__ = ["Carrier", "DiskCarrier", "TensorCarrier", "is_local"]
+__all__ = ["Carrier", "DiskCarrier", "TensorCarrier", "is_local", "plan"]
 
 
 class Carrier(Protocol):
@@ -69,11 +69,11 @@ class TensorCarrier:
         if together.returning or server.url not in self._ranks:
             self._ranks[server.url] = await server.tensor_ranks()
         weights = self.store.weights(version)
-        parts = await anyio.to_thread.run_sync(_plan, weights, self._bucket_bytes, limiter=self._limiter)
+        parts = await anyio.to_thread.run_sync(plan, weights, self._bucket_bytes, limiter=self._limiter)
         await server.begin_update()
         for number, names in enumerate(parts, start=1):
             bucket, text = await anyio.to_thread.run_sync(
-                _payload, weights, names, is_local(server.url), limiter=self._limiter
+                _payload, weights, names, self.store.device, is_local(server.url), limiter=self._limiter
             )
             await server.update_from_tensors([text] * self._ranks[server.url], label if number == len(parts) else None)
             # Not before the answer: until then the server may read this memory.
@@ -90,15 +90,18 @@ def is_local(url: str) -> bool:
         return host == "localhost"
 
 
-def _plan(weights: Mapping[str, Any], bucket_bytes: int) -> list[list[str]]:
+def plan(weights: Mapping[str, Any], bucket_bytes: int) -> list[list[str]]:
+    """Which weights go together."""
     from asyncrl.publishing.torch_buckets import as_tensors, plan_buckets
 
     return plan_buckets(as_tensors(weights), bucket_bytes)
 
 
-def _payload(weights: Mapping[str, Any], names: Sequence[str], by_handle: bool) -> tuple[object, str]:
+def _payload(
+    weights: Mapping[str, Any], names: Sequence[str], device: str | None, by_handle: bool
+) -> tuple[object, str]:
     """A bucket, and what a request says about it."""
     from asyncrl.publishing.torch_buckets import as_tensors, make_bucket, payload
 
-    bucket = make_bucket(as_tensors(weights), names)
+    bucket = make_bucket(as_tensors(weights), names, device if by_handle else "cpu")
     return bucket, payload(bucket, by_handle=by_handle)

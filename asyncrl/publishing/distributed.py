@@ -23,7 +23,7 @@ import anyio.to_thread
 from asyncrl.errors import PublicationError, SamplingError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import BUCKET_BYTES
-from asyncrl.publishing.carriers import is_local
+from asyncrl.publishing.carriers import is_local, plan
 from asyncrl.publishing.delivery import Round
 from asyncrl.publishing.staging import Copies
 from asyncrl.sampling.control import ServerControl
@@ -122,11 +122,13 @@ class DistributedCarrier:
         weights = self.store.weights(version)
         key = frozenset(server.url for server in servers)
         try:
-            backend, parts = await self._blocking("a plan", partial(_plan, weights, self._bucket_bytes))
+            device = self.store.device
+            backend = "gloo" if device is None else "nccl"
+            parts = await self._blocking("a plan", partial(plan, weights, self._bucket_bytes))
             joined = self._groups.get(key) or await self._join(servers, backend)
             await self._all("begin_weight_update", servers, lambda server: server.begin_update())
             for number, names in enumerate(parts, start=1):
-                bucket = await self._blocking("a bucket", partial(_bucket, weights, names))
+                bucket = await self._blocking("a bucket", partial(_bucket, weights, names, device))
                 receive = partial(_receive, joined.name, bucket, label if number == len(parts) else None)
                 broadcast = partial(joined.group.broadcast, bucket.flat)
                 await self._all("a broadcast", servers, receive, beside=broadcast)
@@ -239,19 +241,10 @@ async def _receive(group: str, bucket: Any, label: str | None, server: ServerCon
     await server.update_from_group(group, names=bucket.names, dtypes=bucket.dtypes, shapes=bucket.shapes, label=label)
 
 
-def _plan(weights: Mapping[str, Any], bucket_bytes: int) -> tuple[str, list[list[str]]]:
-    """The backend that can send these weights, and what is in each bucket."""
-    from asyncrl.publishing.torch_buckets import as_tensors, plan_buckets
-
-    tensors = as_tensors(weights)
-    backend = "nccl" if any(tensor.is_cuda for tensor in tensors.values()) else "gloo"
-    return backend, plan_buckets(tensors, bucket_bytes)
-
-
-def _bucket(weights: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _bucket(weights: Mapping[str, Any], names: Sequence[str], device: str | None) -> Any:
     from asyncrl.publishing.torch_buckets import as_tensors, make_bucket
 
-    return make_bucket(as_tensors(weights), names)
+    return make_bucket(as_tensors(weights), names, device)
 
 
 def _torch_group(listener: socket.socket, *, name: str, backend: str, world_size: int, timeout_s: float) -> Group:

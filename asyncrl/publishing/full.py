@@ -28,9 +28,6 @@ from asyncrl.scheduling.rules import KVCache
 
 __all__ = ["FullPublisher", "Prefixes", "check_pause_mode", "replace_weights"]
 
-_KEPT = 2
-# The newest, which a server that was away still has to get, and the one before it.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
@@ -119,7 +116,9 @@ class FullPublisher:
         difference = await self._delivery.to_all(self._releases[version])
         self.newest = version
         published = sorted(staged for staged in self._releases if staged <= version)
-        for old in published[:-_KEPT]:
+        # A server that comes back gets the newest; of folders it may still be reading the one before it.
+        kept = 2 if isinstance(self._carrier.store, Folders) else 1
+        for old in published[:-kept]:
             await self._staging.remove(self._releases.pop(old))
         return difference
 

@@ -79,7 +79,7 @@ class TensorAdapters:
         """See ``AdapterCarrier``."""
         config = await self._learner.adapter_config()
         ranks = await server.tensor_ranks()
-        make = partial(_payload, self.store.weights(version), is_local(server.url))
+        make = partial(_payload, self.store.weights(version), self.store.device, is_local(server.url))
         bucket, text = await anyio.to_thread.run_sync(make, limiter=self._limiter)
         await server.load_adapter_tensors(name, config, [text] * ranks)
         # Not before the answer: until then the server may read this memory.
@@ -218,11 +218,12 @@ class LoraPublisher:
                 self._unloading.retire(self._name(version), self._releases.pop(version))
 
 
-def _payload(weights: Mapping[str, Any], by_handle: bool) -> tuple[object, str]:
+def _payload(weights: Mapping[str, Any], device: str | None, by_handle: bool) -> tuple[object, str]:
     """The adapter as one bucket, and what a request says about it."""
     from asyncrl.publishing.torch_buckets import as_tensors, make_bucket, payload
 
     tensors = as_tensors(weights)
     # The widest types first, as in ``plan_buckets``; an adapter is small enough for one bucket.
-    bucket = make_bucket(tensors, sorted(tensors, key=lambda name: -tensors[name].itemsize))
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    bucket = make_bucket(tensors, names, device if by_handle else "cpu")
     return bucket, payload(bucket, by_handle=by_handle)

@@ -143,19 +143,29 @@ class Folders:
 
 
 class Copies:
-    """Copies of the parameters by version, on the learner's device."""
+    """Copies of the parameters by version: the newest on the learner's device, older ones in the host's memory.
+
+    So a GPU holds one copy beside the model, however many versions wait for a server.
+    """
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self._weights: dict[int, Mapping[str, Any]] = {}
+        self._weights: dict[int, dict[str, Any]] = {}
+        self._limiter = anyio.CapacityLimiter(1)
+        self.device: str | None = None
+        """The GPU that they are sent from, which is the learner's."""
 
     def weights(self, version: int) -> Mapping[str, Any]:
-        """Tensors under the names that servers load; see ``Learner.weights``."""
+        """Tensors under the names that servers load; see ``Learner.weights``. They may move while they are used."""
         return self._weights[version]
 
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:
         """See ``Store``."""
-        self._weights[version] = await self._learner.weights()
+        for older in list(self._weights.values()):
+            if any(getattr(value, "is_cuda", False) for value in older.values()):
+                await anyio.to_thread.run_sync(_to_host, older, limiter=self._limiter)
+        staged = self._weights[version] = dict(await self._learner.weights())
+        self.device = next((str(value.device) for value in staged.values() if getattr(value, "is_cuda", False)), None)
 
     async def remove(self, version: int) -> None:
         """See ``Store``."""
@@ -192,6 +202,12 @@ class Staging:
     async def remove(self, release: Release) -> None:
         """Forget a version that no server needs any more."""
         await self._store.remove(release.version)
+
+
+def _to_host(weights: dict[str, Any]) -> None:
+    """One after the other, so that no other copy is needed on the way."""
+    for name, value in weights.items():
+        weights[name] = value.cpu()
 
 
 def _read_reference(file: Path) -> FloatArray | None:

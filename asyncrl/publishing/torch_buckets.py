@@ -56,9 +56,9 @@ def plan_buckets(weights: Mapping[str, torch.Tensor], limit_bytes: int) -> list[
     return parts
 
 
-def make_bucket(weights: Mapping[str, torch.Tensor], names: Sequence[str]) -> Bucket:
-    """A bucket of the tensors ``names``, copied."""
-    tensors = [weights[name] for name in names]
+def make_bucket(weights: Mapping[str, torch.Tensor], names: Sequence[str], device: str | None = None) -> Bucket:
+    """A bucket of the tensors ``names``, copied; on ``device``, wherever they are, or where they are."""
+    tensors = [weights[name] if device is None else weights[name].to(device) for name in names]
     return Bucket(
         names=tuple(names),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),

@@ -75,8 +75,11 @@ def test_a_list_of_modules_is_what_is_adapted(model_path: Path, tmp_path: Path) 
     load(model_path, lora=targets).export(tmp_path)
     config = orjson.loads((tmp_path / "adapter_config.json").read_bytes())
     assert config["target_modules"] == ["q_proj", "v_proj"]
-    with pytest.raises(ConfigError, match=r"lora\.target_modules is \('query',\)"):
+    with pytest.raises(ConfigError, match=r"lora\.target_modules is 'query'"):
         load(model_path, lora=LoraConfig(target_modules=("query",)))
+    for wrong in ("v_porj", "input_layernorm", "self_attn", "layers.9.self_attn.q_proj"):
+        with pytest.raises(ConfigError, match=rf"lora\.target_modules is '{wrong}', but must be linear layers"):
+            load(model_path, lora=LoraConfig(target_modules=("q_proj", wrong)))
 
 
 def test_an_exported_model_loads_in_transformers_and_predicts_the_same(model_path: Path, tmp_path: Path) -> None:

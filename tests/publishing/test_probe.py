@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProbeMismatch, ProtocolError
 from asyncrl.publishing.probe import Probe, model_vocab_size
-from asyncrl.publishing.staging import Folders, Staging
+from asyncrl.publishing.staging import Copies, Folders, Staging
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import Fault, ScriptedServer, network
@@ -146,3 +146,39 @@ async def test_without_a_probe_one_is_made_for_the_learners_model(tmp_path: Path
     learner.model_path = tmp_path
     release = await Staging(learner, Folders(learner, tmp_path / "published"), None).stage(0)
     assert release.reference is not None and len(release.reference) == 23
+
+
+class _Fake:
+    """A tensor that says where it is, and counts those on the GPU."""
+
+    on_gpu = 0
+    most_on_gpu = 0
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        self.is_cuda = is_cuda
+        self.device = "cuda:1" if is_cuda else "cpu"
+        _Fake.on_gpu += is_cuda
+        _Fake.most_on_gpu = max(_Fake.most_on_gpu, _Fake.on_gpu)
+
+    def __del__(self) -> None:
+        _Fake.on_gpu -= self.is_cuda
+
+    def cpu(self) -> _Fake:
+        return _Fake(is_cuda=False)
+
+
+class _OnGPU(ThetaLearner):
+    async def weights(self) -> Any:
+        return {name: _Fake(is_cuda=True) for name in "abcdefgh"}
+
+
+async def test_a_gpu_holds_one_copy_of_the_weights_whatever_waits() -> None:
+    """Older versions move to the host's memory, tensor by tensor, before the next one is copied."""
+    copies = Copies(_OnGPU())
+    for version in range(5):
+        await copies.stage(version)
+        assert _Fake.on_gpu == 8
+        assert copies.device == "cuda:1"
+        newest = [tensor.is_cuda for older in range(version + 1) for tensor in copies.weights(older).values()]
+        assert newest == [False] * 8 * version + [True] * 8
+    assert _Fake.most_on_gpu == 8
