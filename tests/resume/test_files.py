@@ -293,6 +293,47 @@ def test_rows_are_told_apart() -> None:
     assert rows_digest([np.arange(3)]) != rows_digest([np.arange(4)])
 
 
+def _deep(value: object, levels: int) -> object:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (2**64, 2**64 + 1),
+        (-(2**70), 2**70),
+        (10**5000, 10**5000 + 1),
+        ({(1, 2): 3}, {(1, 3): 3}),
+        ({(1, 2): 3, (0,): 1}, {(1, 2): 1, (0,): 3}),
+        ("caf\udce9", "caf\udce8"),
+        (["ab\udce9", "c"], ["ab", "\udce9c"]),
+        ([["\udce9"], 1], [["\udce9", 1]]),
+        (_deep(1, 5000), _deep(2, 5000)),
+        (_deep(1, 5000), _deep(1, 5001)),
+        ({"big": 2**64, "array": np.arange(3)}, {"big": 2**64, "array": np.arange(1, 4)}),
+        ({"big": 2**64, "float": 0.1}, {"big": 2**64, "float": 0.2}),
+    ],
+    ids=range(12),
+)
+def test_rows_that_json_does_not_have_are_told_apart_too(one: object, other: object) -> None:
+    """And the same rows are the same, whatever the order in which a dict was filled."""
+    assert rows_digest([one]) != rows_digest([other])
+    assert rows_digest([one, other]) != rows_digest([other, one])
+    same = dict(reversed(one.items())) if isinstance(one, dict) else one
+    assert rows_digest([same]) == rows_digest([one])
+
+
+def test_a_row_that_contains_itself_has_a_digest() -> None:
+    """It ends, and is the same in every process."""
+    row: dict[str, object] = {"big": 2**64}
+    row["again"] = [row]
+    other: dict[str, object] = {"big": 2**64}
+    other["again"] = [other]
+    assert rows_digest([row]) == rows_digest([other])
+
+
 async def test_half_a_line_of_a_killed_process_is_taken_off(tmp_path: Path) -> None:
     """What follows is readable, and earlier results are read back."""
     line = orjson.dumps({"n": 1, "model_step": 1, "time": 0.5, "reward/mean": 0.25}) + b"\n"
