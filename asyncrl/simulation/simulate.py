@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, get_args
 
 from asyncrl.compose import engine_options, trainer_options
@@ -157,6 +157,8 @@ def _trainer(recipe: Recipe, point: Point, workload: Workload, rows: Sequence[Gr
             "renderer": CountingRenderer(),
             # A script may wait as long as it likes.
             "environment_timeout": float("inf"),
+            # And what it is rewarded for is not the question.
+            "failures": replace(recipe.failures, untrained_batches=0),
         },
     )
     # The rows are exactly what the simulated run needs.

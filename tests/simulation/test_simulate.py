@@ -111,6 +111,9 @@ def test_truncated_members_are_cut_like_in_the_run(tmp_path: Path) -> None:
     assert _simulate(tmp_path, cut, *same, "truncation.train=reward").steps_per_hour == pytest.approx(900)
     # With rewards of zero there is no gradient, and no training.
     assert _simulate(tmp_path, cut, *same).steps_per_hour == pytest.approx(3600)
+    # That would end a run; here it is not the question.
+    ended = "failures.untrained_batches=2"
+    assert _simulate(tmp_path, cut, *same, ended).steps_per_hour == pytest.approx(3600)
     # A larger budget finds nothing more to sample.
     assert _simulate(tmp_path, cut, "trainer.max_staleness=0").steps_per_hour == pytest.approx(3600)
 
