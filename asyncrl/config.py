@@ -198,7 +198,7 @@ class RolloutSection:
     """Of every random choice of the run: sampling, and the initial adapter."""
     sampling_policy: SamplingPolicy = "trajectory"
     kv_cache: KVCache | None = None
-    renderer: Literal["chat", "text"] = "chat"
+    renderer: Literal["auto", "chat", "text"] = "chat"
     template_options: Table | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
     stop: tuple[str, ...] = ()

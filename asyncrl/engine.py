@@ -158,7 +158,8 @@ class RolloutEngine:
     ``env``: an ``Env`` instance that all trajectories share, or a class or zero-argument factory for one each.
     ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
     published version for each request, as far as ``kv_cache`` lets it.
-    ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are) or your own.
+    ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are), ``auto`` (chat if there
+    is a template) or your own.
     ``template_options``: variables of the chat template, such as ``enable_thinking``.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``failures``: how often what fails is tried again, and how many failures end the run.
@@ -179,7 +180,7 @@ class RolloutEngine:
         top_p: float = 1.0,
         top_k: int = -1,
         seed: int = 0,
-        renderer: Literal["chat", "text"] | Renderer = "chat",
+        renderer: Literal["auto", "chat", "text"] | Renderer = "chat",
         template_options: Mapping[str, Any] | None = None,
         stop: Sequence[str] = (),
         failures: Failures | None = None,

@@ -21,7 +21,7 @@ __all__ = ["open_renderer"]
 
 async def open_renderer(
     model: Path,
-    kind: Literal["chat", "text"],
+    kind: Literal["auto", "chat", "text"],
     factory: EnvFactory,
     events: Events,
     *,
@@ -47,7 +47,7 @@ async def open_renderer(
 
 
 def _load(
-    model: Path, kind: Literal["chat", "text"], factory: EnvFactory, **options: Any
+    model: Path, kind: Literal["auto", "chat", "text"], factory: EnvFactory, **options: Any
 ) -> tuple[Renderer, list[Problem]]:
     renderer = load_renderer(model, kind, **options)
     problems = renderer.check(factory.tools) if isinstance(renderer, ChatRenderer) and factory.tools else []

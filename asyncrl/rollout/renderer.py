@@ -266,22 +266,25 @@ class ChatRenderer(_TokenizingRenderer):
 
 def load_renderer(
     model_dir: Path,
-    kind: Literal["chat", "text"] = "chat",
+    kind: Literal["auto", "chat", "text"] = "chat",
     *,
     stop: Sequence[str] = (),
     template_options: Mapping[str, Any] | None = None,
 ) -> ChatRenderer | TextRenderer:
     """Make the renderer of the tokenizer in ``model_dir``. Reads files, so call it in a thread.
 
-    The tokens that end a turn are those of the tokenizer and of the model's generation config together.
+    ``auto`` is ``chat`` if the tokenizer has a chat template, else ``text``. The tokens that end a turn are those of
+    the tokenizer and of the model's generation config together.
     """
-    if kind not in ("chat", "text"):
-        raise ConfigError.for_value("renderer", kind, "'chat' or 'text'")
-    if kind == "text" and template_options:
-        raise ConfigError.for_value("template_options", dict(template_options), "empty for renderer 'text'")
+    if kind not in ("auto", "chat", "text"):
+        raise ConfigError.for_value("renderer", kind, "'auto', 'chat' or 'text'")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    if kind == "auto":
+        kind = "chat" if tokenizer.chat_template else "text"
+    if kind == "text" and template_options:
+        raise ConfigError.for_value("template_options", dict(template_options), "empty for renderer 'text'")
     ends = _configured_ends(model_dir)
     if kind == "text":
         return TextRenderer(tokenizer, stop=stop, ends=ends)

@@ -319,9 +319,12 @@ def test_a_renderer_is_loaded_from_a_model_folder(make_tokenizer: MakeTokenizer,
     """Either kind, with the stop strings it was given."""
     make_tokenizer("chatml").save_pretrained(tmp_path)
     assert isinstance(load_renderer(tmp_path), ChatRenderer)
+    assert isinstance(load_renderer(tmp_path, "auto"), ChatRenderer)
+    make_tokenizer(None).save_pretrained(tmp_path / "base")
+    assert isinstance(load_renderer(tmp_path / "base", "auto"), TextRenderer)
     assert isinstance(load_renderer(tmp_path, "text", stop=["\n"]), TextRenderer)
     assert load_renderer(tmp_path, "text", stop=["\n"]).stop == ("\n",)
-    with pytest.raises(ConfigError, match="renderer is 'qwen', but must be 'chat' or 'text'"):
+    with pytest.raises(ConfigError, match="renderer is 'qwen', but must be 'auto', 'chat' or 'text'"):
         load_renderer(tmp_path, "qwen")  # type: ignore[arg-type]
 
 
