@@ -70,6 +70,7 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
 
 def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
     base = recipe.path.resolve().parent
+    recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
     parts = _Parts(
         env=_environment(recipe.env.factory, recipe.env.options, base),
         rows=_rows("data.train", recipe.data.train, base),

@@ -296,6 +296,7 @@ def test_odd_files_are_a_plan_or_refused_by_name(folder: Path, data: st.DataObje
         (_recipe({("rollout", "seed"): "0x" + "f" * 5000}), "rollout.seed is <int>, but must be an integer of 64 bits"),
         (_recipe({("rollout", "seed"): "[" * 9000}), "is nested too deeply"),
         (_recipe({("env", "limit"): "{a=" * 40 + "1" + "}" * 40}), "env.limit.a.a.a"),
+        (_recipe({("sampler", "api_key_env"): "'NOBODY_SETS_IT'"}), "sampler.api_key_env is 'NOBODY_SETS_IT'"),
         (_recipe({("run", "directory"): '"a\\u0000b"'}), "run.directory is 'a\\x00b'"),
     ],
 )

@@ -21,7 +21,7 @@ import orjson
 import safetensors.numpy
 
 from asyncrl.checkpoint.files import discard, draft, drafted, numbered, settle, sync
-from asyncrl.checkpoint.seals import DIGITS, damaged, sealed, unsealed
+from asyncrl.checkpoint.seals import DIGITS, damaged, require_own, sealed, unsealed
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 
@@ -35,7 +35,7 @@ _TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL",
 _SUFFIX = ".safetensors"
 _HEAD = (
     *("n", "version", "admitted", "dropped", "trained_members", "dropped_members"),
-    *("failed_attempts", "rerolled", "loss", "divisor"),
+    *("failed_attempts", "rerolled", "run", "loss", "divisor"),
 )
 
 
@@ -82,6 +82,8 @@ class JournalEntry:
     """Of members, since the run began."""
     rerolled: int = 0
     """Fresh starts of groups, since the run began."""
+    run: str = ""
+    """Which run it is of: directories of the same options are not the same run."""
     loss: str = ""
     """Its name and options, for a reader: a resumed run has the same one."""
     divisor: float = 1.0
@@ -123,14 +125,15 @@ class Journal:
         """The steps that are there, in order."""
         return numbered(self._folder, after=_SUFFIX)
 
-    def read(self, n: int, *, sequences: bool = True) -> JournalEntry:
-        """The entry of step ``n``; without ``sequences`` only what it says of groups and versions."""
+    def read(self, n: int, *, sequences: bool = True, run: str | None = None) -> JournalEntry:
+        """The entry of step ``n`` of ``run``; without ``sequences`` only what it says of groups and versions."""
         path = self.path(n)
         data = unsealed(path)
         try:
             entry = _decode(data, sequences=sequences)
         except (KeyError, ValueError, TypeError) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from error
+        require_own(path, entry.run, run)
         if entry.n != n:
             raise CheckpointError(f"{path} is the entry of step {entry.n}: put back that of step {n}")
         return entry

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -122,7 +123,7 @@ class Checkpoints:
 
     async def _restore_learner(self, learner: Learner, loss: Loss) -> int:
         """Bring a learner that has just been opened to the committed parameters; returns their version."""
-        newest = await self._off_loop(lambda: self._weights.newest(self.state.n, self._journal.steps()))
+        newest = await self._off_loop(lambda: self._weights.newest(self.state.n, self._journal.steps(), self._file.run))
         if newest is not None:
             n, version, folder = newest
             if n > self.state.n:
@@ -139,10 +140,10 @@ class Checkpoints:
                     f"{self._directory / 'weights'} is empty: the adapter of step 0 is missing; put back a copy of it, "
                     "or begin the run anew in another folder"
                 )
-            await self._weights.save(learner, n=0, version=0)
+            await self._weights.save(learner, n=0, version=0, run=self._file.run)
         n, version = self._saved
         for step in range(n + 1, self.state.n + 1):
-            entry = await self._off_loop(partial(self._journal.read, step))
+            entry = await self._off_loop(partial(self._journal.read, step, run=self._file.run))
             if entry.version != version:
                 path = self._journal.path(step)
                 raise CheckpointError(f"{path} is a step of version {entry.version}, but the one before made {version}")
@@ -174,7 +175,9 @@ class Checkpoints:
             failure: LearnerError | None = None
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._in_step_thread, partial(self._journal.draft, entry))
+                    tasks.start_soon(
+                        self._in_step_thread, partial(self._journal.draft, replace(entry, run=self._file.run))
+                    )
                     try:
                         yield
                     except LearnerError as error:
@@ -194,7 +197,7 @@ class Checkpoints:
         """Save the parameters, which are those after step ``n``, if that is due or wanted ``at_once``."""
         steps = version - self._saved[1]
         if steps >= self._options.weights_every or (steps > 0 and at_once):
-            await self._weights.save(learner, n=n, version=version)
+            await self._weights.save(learner, n=n, version=version, run=self._file.run)
             self._saved = (n, version)
 
     async def run(self, capture: Callable[[], RunState]) -> None:
@@ -237,8 +240,10 @@ class Checkpoints:
                 sweep(folder)
         self._snapshots = Snapshots(folders[0])
         entries = self._journal.steps()
-        state = self._snapshots.read(row)
         weights = self._weights.versions()
+        self._file.read()
+        # Without its file nothing says which run the state is of, and ``check`` refuses it.
+        state = self._snapshots.read(row, self._file.run if self._file.known else None)
         exists = state is not None or bool(entries) or any(weights)
         if not self._file.check(plan, exists=exists):
             # An adapter that nothing was done with, of another run or of nobody knows which.
@@ -262,7 +267,7 @@ class Checkpoints:
                 "copy of what is missing, or use another folder"
             )
         try:
-            self.state.apply(self._journal.read(n, sequences=False))
+            self.state.apply(self._journal.read(n, sequences=False, run=self._file.run))
         except (KeyError, IndexError, TypeError) as error:
             raise CheckpointError(f"{path} does not go on from the state that was saved: {error!r}") from error
 
@@ -276,6 +281,7 @@ class Checkpoints:
         return [(name, error) for name, error in found if error is not None]
 
     def _save(self, state: RunState) -> None:
+        state.run = self._file.run
         oldest = self._snapshots.write(state)
         # Of a step before both, neither the parameters nor the groups are needed.
         self._journal.forget(min(oldest, self._saved[0]))

@@ -6,6 +6,7 @@ only the number of its last step is looked at here: a step that was told is not 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,28 @@ class RunFile:
     def __init__(self, directory: Path) -> None:
         self.steps_before: int | None = None
         """Of which length the run was to be so far; None if it is new."""
+        self.run = uuid.uuid4().hex
+        """Which run this is, by a name that no other has; of a directory with state, known once that was checked."""
         self._directory = directory
         self._path = directory / _NAME
         self._content: dict[str, Any] = {}
+
+    def read(self) -> None:
+        """Read what the file says. ``CheckpointError`` if it is damaged."""
+        self._content = read_json(self._path) if self._path.exists() else {}
+        self.run = self._content.get("run", self.run)
+
+    @property
+    def known(self) -> bool:
+        """True if the file was there and said which run this is."""
+        return "run" in self._content
 
     def check(self, plan: Mapping[str, Any], *, exists: bool) -> bool:
         """Compare ``plan`` with that of the run in the directory; ``exists``: there is state of one.
 
         False if there is none, and what is there of one that has done nothing is not of this run. Raises
-        ``ConfigError`` with each difference, ``CheckpointError`` if the file is damaged or what it needs is missing.
+        ``ConfigError`` with each difference, ``CheckpointError`` if what the file needs is missing.
         """
-        self._content = read_json(self._path) if self._path.exists() else {}
         if exists:
             if "plan" not in self._content:
                 raise CheckpointError(
@@ -66,7 +78,7 @@ class RunFile:
 
     def write(self, plan: Mapping[str, Any], steps: int) -> None:
         """This is the run, and how long it is to be."""
-        self._content |= {"plan": plan, "steps": steps}
+        self._content |= {"run": self.run, "plan": plan, "steps": steps}
         write_json(self._path, self._content)
 
     def begin(self) -> None:

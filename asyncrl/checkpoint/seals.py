@@ -26,6 +26,7 @@ __all__ = [
     "check_folder",
     "damaged",
     "read_json",
+    "require_own",
     "seal_folder",
     "sealed",
     "unsealed",
@@ -45,6 +46,12 @@ def damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged: {reason}; put back a copy of it, or begin the run anew in another folder"
     )
+
+
+def require_own(path: Path, found: str, run: str | None) -> None:
+    """Refuse a file that the run ``found`` has written, in a directory of ``run``; None takes any."""
+    if run is not None and found != run:
+        raise CheckpointError(f"{path} is of another run; put back that of this one, or use another folder")
 
 
 def sealed(pieces: Iterable[bytes | memoryview], end: bytes = b"") -> Iterator[bytes | memoryview]:

@@ -17,7 +17,7 @@ import orjson
 
 from asyncrl.checkpoint.files import discard, draft, numbered, settle
 from asyncrl.checkpoint.journal import read_renewed
-from asyncrl.checkpoint.seals import LINES_END, damaged, sealed, unsealed
+from asyncrl.checkpoint.seals import LINES_END, damaged, require_own, sealed, unsealed
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.checkpoint.tokens import Place, TokenReader, TokenStore
 from asyncrl.checkpoint.values import dumps, loads, read_trajectory, trajectory_head
@@ -80,12 +80,12 @@ class Snapshots:
         """End the file that is being written."""
         self._tokens.close()
 
-    def read(self, row: Callable[[int], Row]) -> RunState | None:
-        """The newest state that is complete; None if there is none. ``row(index)`` is that of a group."""
+    def read(self, row: Callable[[int], Row], run: str | None = None) -> RunState | None:
+        """The newest state of ``run`` that is whole; None if there is none. ``row(index)`` is that of a group."""
         failure: CheckpointError | None = None
         for number in reversed(self._numbers()):
             try:
-                state, shards = self._read(self._path(number), row)
+                state, shards = self._read(self._path(number), row, run)
             except CheckpointError as error:
                 failure = failure or error
                 continue
@@ -132,12 +132,13 @@ class Snapshots:
     def _members(self, members: Sequence[Trajectory]) -> list[orjson.Fragment]:
         return [orjson.Fragment(dumps({**trajectory_head(traj), "tokens": self._tokens.put(traj)})) for traj in members]
 
-    def _read(self, path: Path, row: Callable[[int], Row]) -> tuple[RunState, set[int]]:
+    def _read(self, path: Path, row: Callable[[int], Row], run: str | None) -> tuple[RunState, set[int]]:
         data = unsealed(path, LINES_END)
         try:
             header, *groups, _ = [loads(line) for line in data.splitlines()]
             if header.pop("format") != _FORMAT:
                 raise CheckpointError(f"{path} is of another release: resume it with that, or use another folder")
+            require_own(path, header["run"], run)
             header["rollout_keys"] = tuple(header["rollout_keys"])
             header["totals"] = _read_totals(header["totals"])
             reader = _Reader(TokenReader(self._folder), self._tokens, row)

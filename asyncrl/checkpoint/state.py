@@ -78,6 +78,8 @@ class GroupState:
 class RunState:
     """A run after step ``n``. ``groups`` are the outstanding ones of the ``admitted`` so far."""
 
+    run: str = ""
+    """Which run it is of; see ``JournalEntry``."""
     n: int = 0
     version: int = 0
     """Committed."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
 from asyncrl.checkpoint.files import drafted, emptied, numbered, remove, settle
-from asyncrl.checkpoint.seals import check_folder, seal_folder
+from asyncrl.checkpoint.seals import check_folder, require_own, seal_folder
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.base import Learner
 
@@ -29,8 +29,8 @@ class SavedWeights:
         """The versions that are there, in order. Blocking."""
         return numbered(self._folder, _PREFIX)
 
-    def newest(self, n: int, journal: Collection[int]) -> tuple[int, int, Path] | None:
-        """Step, version and folder of the newest that is whole; None without any. Blocking: all of it is read.
+    def newest(self, n: int, journal: Collection[int], run: str | None = None) -> tuple[int, int, Path] | None:
+        """Step, version and folder of the newest of ``run`` that is whole; None without any. Blocking: reads it all.
 
         ``CheckpointError`` if a newer one is damaged and the ``journal`` does not have all steps from there to ``n``.
         """
@@ -39,6 +39,7 @@ class SavedWeights:
             path = self._path(version)
             try:
                 about = check_folder(path, _ABOUT)
+                require_own(path / _ABOUT, about["run"], run)
                 if about["version"] != version:
                     raise CheckpointError(f"{path} has the weights of version {about['version']}")
             except CheckpointError as error:
@@ -52,13 +53,13 @@ class SavedWeights:
             raise failure
         return None
 
-    async def save(self, learner: Learner, *, n: int, version: int) -> None:
-        """Save the learner as it is: after step ``n``, at ``version``."""
+    async def save(self, learner: Learner, *, n: int, version: int, run: str = "") -> None:
+        """Save the learner of ``run`` as it is: after step ``n``, at ``version``."""
         path = self._path(version)
         temporary = drafted(path)
         await self._off_loop(lambda: emptied(temporary))
         await learner.save_state(temporary)
-        await self._off_loop(lambda: self._settle(temporary, path, {"n": n, "version": version}))
+        await self._off_loop(lambda: self._settle(temporary, path, {"n": n, "version": version, "run": run}))
 
     def clear(self) -> None:
         """Forget all. Blocking."""
@@ -68,7 +69,7 @@ class SavedWeights:
     def _path(self, version: int) -> Path:
         return self._folder / f"{_PREFIX}{version:06d}"
 
-    def _settle(self, temporary: Path, path: Path, about: dict[str, int]) -> None:
+    def _settle(self, temporary: Path, path: Path, about: Mapping[str, object]) -> None:
         seal_folder(temporary, _ABOUT, about)
         if path.exists():
             remove(path)

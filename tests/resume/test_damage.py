@@ -213,6 +213,30 @@ def test_a_copy_under_the_name_of_another_is_harmless_or_named(stopped: Stopped,
             shutil.rmtree(copy)
 
 
+@pytest.mark.slow
+def test_files_of_another_run_are_named_and_never_used(
+    stopped: Stopped, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whole files under the right names, from a directory of the same options: only the run's own name tells."""
+    foreign = tmp_path_factory.mktemp("foreign")
+    other = Life(replace(stopped.plan, flat_rows=frozenset({0, 1, 2})), foreign)
+    assert other.play(STOPPED_S["long journal" if stopped.plan.weights_every == 100 else "newer weights"])
+    shared = [file for file in stopped.files if (foreign / file).exists() and file.name != "evaluated.json"]
+    assert {file.parts[0] for file in shared} >= {"run.json", "weights"}
+    for number, file in enumerate(shared):
+        copy = tmp_path / f"run{number}"
+        shutil.copytree(stopped.directory, copy)
+        shutil.copy(foreign / file, copy / file)
+        _judge(
+            stopped, copy, copy if file.name in ("run.json", "about.json") else copy / file, f"{file} of another run"
+        )
+    copy = tmp_path / "weights"
+    shutil.copytree(stopped.directory, copy)
+    shutil.rmtree(copy / "weights")
+    shutil.copytree(foreign / "weights", copy / "weights")
+    assert not _judge(stopped, copy, copy, "weights of another run")
+
+
 @pytest.mark.parametrize("gone", [("state",), ("weights",), ("journal",), ("state", "journal"), ("state", "weights")])
 def test_a_folder_that_is_gone_is_made_up_for_or_named(stopped: Stopped, tmp_path: Path, gone: tuple[str, ...]) -> None:
     """The journal alone has all steps, if it is whole; nothing else does."""
@@ -315,6 +339,8 @@ def test_damaged_newest_weights_give_way_to_older_ones(tmp_path: Path) -> None:
     life = Life(plan, tmp_path)
     assert life.play(7.0)
     other = tmp_path / "other"
+    other.mkdir()
+    write_json(other / "run.json", {"run": read_json(tmp_path / "run.json")["run"]})
     second = Life(replace(plan, weights_every=2), other)
     assert second.play(7.0)
     newest = tmp_path / "weights" / "v000002"
