@@ -173,10 +173,13 @@ class LoraPublisher:
         """Unload from all servers in use what this run has loaded there; what fails is left."""
 
         async def leave(server: ServerControl) -> None:
+            names: set[str] = set()
             with suppress(SamplingError):
-                for name in sorted(await server.adapters()):
-                    if self._ours.fullmatch(name):
-                        await server.unload_adapter(name)
+                names = await server.adapters()
+            for name in sorted(filter(self._ours.fullmatch, names)):
+                # One that is being unloaded already is refused.
+                with suppress(SamplingError):
+                    await server.unload_adapter(name)
 
         async with anyio.create_task_group() as tasks:
             for server in self._sampler.live:

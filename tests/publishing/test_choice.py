@@ -16,7 +16,7 @@ from asyncrl.publishing.full import FullPublisher
 from asyncrl.publishing.lora import LoraPublisher
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import ScriptedServer, network
-from asyncrl.testing.theta import ThetaLearner, read_theta
+from asyncrl.testing.theta import ThetaLearner, read_theta, write_theta
 
 URL = "http://127.0.0.1:30001"
 
@@ -81,6 +81,74 @@ async def test_the_way_that_was_chosen_is_taken_and_the_result_is_left(
     loads = {called for called, _ in server.calls if called.startswith(("/load_lora", "/update_weights"))}
     assert loads == {route}
     assert read_theta(directory / "v000002") == 0.5
+
+
+async def _life(policy: rl.Policy, versions: int) -> None:
+    async with policy.opened(Events()) as opened:
+        for version in range(versions):
+            await opened.publisher.stage(version)
+            await opened.publisher.publish(version)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize("lora_rank", [8, None])
+async def test_a_run_that_is_resumed_sweeps_what_it_has_left_and_nothing_else(
+    tmp_path: Path, lora_rank: int | None
+) -> None:
+    """Folders and half-written ones of the killed process, and its adapters on the servers; other runs keep theirs."""
+    server = ScriptedServer()
+    first, second = tmp_path / "one", tmp_path / "two"
+    names: dict[Path, str] = {}
+    for home in (first, second):
+        policy = _policy(server, tmp_path, lora_rank=lora_rank)
+        policy.keep_versions_in(home)
+        async with policy.opened(Events()) as opened:
+            for version in range(3):
+                await opened.publisher.stage(version)
+                await opened.publisher.publish(version)
+            names[home] = max(server.adapters, default="")
+        for left in ("v000007", ".v000008.partial"):
+            (home / left).mkdir()
+    if lora_rank is not None:
+        # As after a kill, which unloads nothing.
+        server.adapters = dict.fromkeys([*names.values(), "mine"], first / "v000002")
+    policy = _policy(server, tmp_path, lora_rank=lora_rank)
+    policy.keep_versions_in(first)
+    await _life(policy, 1)
+    assert _names(first) == ["run-id", "v000000"]
+    assert {"v000007", "v000002"} < set(_names(second))
+    assert not (first / ".v000008.partial").exists() and (second / ".v000008.partial").exists()
+    if lora_rank is not None:
+        assert set(server.adapters) == {"mine", names[second]}
+
+
+async def test_results_of_an_earlier_run_stay_where_no_run_is_resumed(tmp_path: Path) -> None:
+    """A folder that was named by hand has what was trained before."""
+    directory = tmp_path / "published"
+    for versions in (3, 1):
+        await _life(_policy(ScriptedServer(), tmp_path, lora_rank=8, directory=directory), versions)
+    assert {"v000000", "v000002"} <= set(_names(directory))
+
+
+async def test_adapters_are_unloaded_when_their_run_ends(tmp_path: Path) -> None:
+    """Servers of somebody else's go on, and would keep them for ever; what was theirs before stays."""
+    server = ScriptedServer()
+    (tmp_path / "a").mkdir()
+    write_theta(tmp_path / "a", 1.0)
+    server.adapters = {"mine": tmp_path / "a"}
+    await _life(_policy(server, tmp_path, lora_rank=8), 4)
+    assert set(server.adapters) == {"mine"}
+
+
+async def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    """Servers read versions by the folder's name."""
+    options: dict[str, Any] = {"lora_rank": 8, "directory": tmp_path / "published"}
+    async with _policy(ScriptedServer(), tmp_path, **options).opened(Events()):
+        with pytest.raises(ConfigError, match=r"policy\.directory is .*published"):
+            await _life(_policy(ScriptedServer(), tmp_path, **options), 1)
 
 
 RECIPE = """
