@@ -26,7 +26,11 @@ T = TypeVar("T")
 
 
 class Consumer(Generic[T]):
-    """The producer's view of the loop that it feeds."""
+    """The producer's view of the loop that it feeds.
+
+    A caller that leaves cancels the producer and then closes the streams. If the producer sees the second first, the
+    first is on its way.
+    """
 
     def __init__(self, asked: MemoryObjectReceiveStream[None], given: MemoryObjectSendStream[T]) -> None:
         self._asked = asked
@@ -34,11 +38,17 @@ class Consumer(Generic[T]):
 
     async def wanted(self) -> None:
         """Wait until the caller is back for the next item."""
-        await self._asked.receive()
+        try:
+            await self._asked.receive()
+        except anyio.EndOfStream:
+            await anyio.sleep_forever()
 
     async def give(self, item: T) -> None:
         """Hand the item over."""
-        await self._given.send(item)
+        try:
+            await self._given.send(item)
+        except anyio.BrokenResourceError:
+            await anyio.sleep_forever()
 
 
 def iterate(producer: Callable[[Consumer[T]], Awaitable[None]]) -> AsyncGenerator[T, None]:

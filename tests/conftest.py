@@ -99,5 +99,5 @@ def blocking_calls_are_errors() -> Iterator[None]:
         for name in ("os.stat", "os.path.abspath"):
             blockbuster.functions[name].can_block_in("asyncrl/policy.py", "__init__")
             blockbuster.functions[name].can_block_in("asyncrl/learning/torch_learner.py", "__init__")
-            blockbuster.functions[name].can_block_in("asyncrl/sampling/embedded/app.py", "__post_init__")
+            blockbuster.functions[name].can_block_in("asyncrl/sampling/embedded/options.py", "__post_init__")
         yield

@@ -81,7 +81,7 @@ async def test_what_was_served_is_what_is_trained(model: Path, tmp_path: Path, l
         kv_cache=None if lora else rl.KVCache(on_limit="refill", allow_reprefill=True),
     )
     trainer = rl.AsyncTrainer(
-        engine=engine, optimizer=rl.Adam(lr=1e-2), groups_per_step=4, group_size=8, max_staleness=2, events=events
+        engine=engine, optimizer=rl.Adam(lr=2e-3), groups_per_step=4, group_size=8, max_staleness=2, events=events
     )
     steps: list[Step] = []
     async with app.router.lifespan_context(app):

@@ -115,3 +115,20 @@ def test_other_errors_stay_visible_as_notes() -> None:
     error = first_error(group)
     assert isinstance(error, ValueError)
     assert error.__notes__ == ["and also TypeError: two"]
+
+
+@pytest.mark.virtual_clock
+async def test_a_producer_that_sees_its_streams_closed_waits_for_its_cancellation() -> None:
+    """A caller that leaves cancels first and closes then; seeing the second first is no error of the producer's."""
+    ask, asked = anyio.create_memory_object_stream[None](1)
+    given, receive = anyio.create_memory_object_stream[int](1)
+    consumer = Consumer(asked, given)
+    ask.close()
+    receive.close()
+    with asked, given:
+        with anyio.move_on_after(1) as wanting:
+            await consumer.wanted()
+        with anyio.move_on_after(1) as giving:
+            await consumer.give(0)
+    assert wanting.cancelled_caught
+    assert giving.cancelled_caught
