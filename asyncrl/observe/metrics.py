@@ -210,7 +210,7 @@ class BatchMetrics:
         self._lengths.append(member.generated_tokens)
         if member.truncated is not None:
             self._truncated[member.truncated] += 1
-        for key, value in numbers(member.metrics).items():
+        for key, value in numbers(member.metrics).items() if member.metrics else ():
             self._environment[key] = self._environment.get(key, 0.0) + value
         self._failed += member.dropped is DropReason.FAILED
 

@@ -118,7 +118,18 @@ def checked_messages(value: object, function: Any, *, least: int = 0) -> list[Me
         refuse("the answer", value, _MESSAGES, function)
     if len(value) < least:
         refuse("the answer", value, f"{_MESSAGES}, at least {least} of them", function)
-    return [_message(message, index, function) for index, message in enumerate(value)]
+    return [
+        message.copy() if _is_usual(message) else _message(message, index, function)
+        for index, message in enumerate(value)
+    ]
+
+
+def _is_usual(value: object) -> bool:
+    """True for a role and a text, with nothing to mend, as most messages are."""
+    if type(value) is not dict or len(value) != 2:
+        return False
+    role, content = value.get("role"), value.get("content")
+    return type(content) is str and content.isascii() and type(role) is str and role in ROLES
 
 
 def _message(value: object, index: int, function: Any) -> Message:

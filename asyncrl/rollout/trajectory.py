@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 
@@ -271,14 +271,9 @@ async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> byt
     """What the environment needs to be brought back. At once as bytes, for it may go on with the same objects."""
     if env.recovery != "snapshot":
         return None
-    return checked_state(await _ask(traj, context, env.snapshot, traj), env.snapshot)
-
-
-async def _ask(traj: Trajectory, context: RolloutContext, function: Callable[..., Any], *args: object) -> Any:
-    """Call a method of the environment that gets the trajectory, and may have written metrics into it."""
-    answer = await context.calls(function, *args)
-    checked_metrics(traj, function)
-    return answer
+    state = await context.calls(env.snapshot, traj)
+    checked_metrics(traj, env.snapshot)
+    return checked_state(state, env.snapshot)
 
 
 async def go_on(traj: Trajectory, env: Env, context: RolloutContext, *, fresh: Trajectory) -> None:
@@ -292,7 +287,8 @@ async def go_on(traj: Trajectory, env: Env, context: RolloutContext, *, fresh: T
     elif env.recovery == "stateless":
         await context.calls(env.reset, traj.row)
     else:
-        await _ask(traj, context, env.restore, traj, json.loads(traj.env_state or b"null"))
+        await context.calls(env.restore, traj, json.loads(traj.env_state or b"null"))
+        checked_metrics(traj, env.restore)
     if tokens:
         context.events.emit(
             MemberResumed(
@@ -306,7 +302,9 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     started = context.now()
     context.activities[traj.id] = (traj, "reply", started)
     errors, tool_seconds = traj.metrics.get("tool_errors", 0.0), traj.metrics.get("tool_seconds", 0.0)
-    result = checked_turn(await _ask(traj, context, env.on_turn, traj), env.on_turn)
+    answer = await context.calls(env.on_turn, traj)
+    checked_metrics(traj, env.on_turn)
+    result = checked_turn(answer, env.on_turn)
     now = context.now()
     in_tools = traj.metrics.get("tool_seconds", 0.0) - tool_seconds
     traj.add_seconds("environment", max(0.0, now - started - in_tools))
@@ -344,10 +342,13 @@ async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     if traj.truncated is not None:
         await _read_cut(traj, env, context)
     if traj.truncated is None:
-        reward = checked_reward(await _ask(traj, context, env.reward, traj, traj.row), env.reward)
+        value = await context.calls(env.reward, traj, traj.row)
+        checked_metrics(traj, env.reward)
+        reward = checked_reward(value, env.reward)
     else:
-        asked = _ask(traj, context, env.on_truncated, traj, traj.row, traj.truncated)
-        reward = checked_reward(await asked, env.on_truncated)
+        value = await context.calls(env.on_truncated, traj, traj.row, traj.truncated)
+        checked_metrics(traj, env.on_truncated)
+        reward = checked_reward(value, env.on_truncated)
     traj.reward = reward
     now = context.now()
     traj.add_seconds("reward", now - started)
