@@ -87,7 +87,7 @@ async def test_a_server_that_crashes_comes_back_with_the_current_adapter(
         if event.name == "server_returned":
             returned.set()
 
-    events.subscribe(observe)
+    events.subscribe(observe, kinds=(Notice,))
     async with policy.opened(events) as opened:
         assert await _publish(opened, 0) < CLOSE
         assert len((await _sample(opened, 0, "before")).tokens)
