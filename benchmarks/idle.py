@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from asyncrl import trainer
+from asyncrl import trainingrun
 from asyncrl.scheduling.admission import Admission
 from benchmarks.answer import Answer
 from benchmarks.clairvoyant import earliest_end
@@ -72,7 +72,7 @@ def binding_answers() -> Iterator[Answer]:
         if not workload.trace().queues:
             continue
         late = run(workload)
-        with patch.object(trainer, "Admission", _EarlyBound):
+        with patch.object(trainingrun, "Admission", _EarlyBound):
             early = run(workload)
         question = f"{workload.name}, S={workload.max_staleness}: due steps from birth, mean wait at the barrier "
         question += f"{late.barrier_s / workload.steps:.3g} s (from admission {early.barrier_s / workload.steps:.3g} s)"
