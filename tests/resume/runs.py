@@ -21,7 +21,7 @@ from asyncrl.testing import END, ScriptedLearner, ScriptedPublisher, ScriptedSam
 from asyncrl.types import Message, Row, Step, Trajectory, TruncationCause
 from tests.scheduling.truth import NumberRenderer
 
-__all__ = ["Chat", "Life", "Plan", "consumed_rows", "entries", "image"]
+__all__ = ["Chat", "Life", "Plan", "assert_ages", "consumed_rows", "entries", "image"]
 
 ROWS = 7
 
@@ -183,3 +183,12 @@ def entries(directory: Path) -> list[JournalEntry]:
 def consumed_rows(journal: Sequence[JournalEntry]) -> Counter[int]:
     """Group -> how often the last of it was consumed."""
     return Counter(consumed.group for entry in journal for consumed in entry.consumed if consumed.final)
+
+
+def assert_ages(life: Life) -> None:
+    """By the versions that the sampled tokens spell and the learner's own count, which resuming has to restore."""
+    first = life.learner.version - len(life.learner.batches)
+    for version, batch in enumerate(life.learner.batches, start=first):
+        for sequence in batch:
+            sampled = {(int(token) - 256) // 1000 for token in sequence.tokens[sequence.mask] if token >= 256}
+            assert all(0 <= version - old <= life.plan.max_staleness for old in sampled)

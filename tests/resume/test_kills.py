@@ -18,7 +18,7 @@ import pytest
 import asyncrl as rl
 from asyncrl.checkpoint.journal import Journal
 from asyncrl.testing import VirtualClock
-from tests.resume.runs import Life, Plan, entries, image
+from tests.resume.runs import Life, Plan, assert_ages, entries, image
 
 SYNCHRONOUS = Plan(steps=3, weights_every=2)
 ASYNCHRONOUS = Plan(steps=4, max_staleness=1, weights_every=100, trainer={}, flat_rows=frozenset({2}))
@@ -86,17 +86,8 @@ def test_a_kill_before_any_write_loses_and_repeats_no_row(tmp_path: Path) -> Non
         consumed = Counter(consumed.group for entry in journal for consumed in entry.consumed)
         assert set(consumed.values()) == {1}
         assert sum(consumed.values()) == ASYNCHRONOUS.steps * ASYNCHRONOUS.groups_per_step
-        _assert_ages(life)
+        assert_ages(life)
     assert whole.learner.version >= ASYNCHRONOUS.steps - 1
-
-
-def _assert_ages(life: Life) -> None:
-    """By the versions that the sampled tokens spell and the learner's own count, which resuming has to restore."""
-    first = life.learner.version - len(life.learner.batches)
-    for version, batch in enumerate(life.learner.batches, start=first):
-        for sequence in batch:
-            sampled = {(int(token) - 256) // 1000 for token in sequence.tokens[sequence.mask] if token >= 256}
-            assert all(0 <= version - old <= life.plan.max_staleness for old in sampled)
 
 
 def _plan(seed: int, max_staleness: int) -> Plan:
@@ -182,7 +173,7 @@ def test_a_run_survives_any_kills_and_stops(tmp_path: Path, seed: int, max_stale
     missing = set(range(max(consumed))) - consumed.keys() - dropped
     assert len(missing) <= (1 + max_staleness) * plan.groups_per_step
     for life in lives:
-        _assert_ages(life)
+        assert_ages(life)
         assert life.sampler.in_flight == 0
         assert all(env.closed == 1 for env in life.envs)
     assert not +lives[-1].publisher.holders

@@ -25,7 +25,7 @@ from asyncrl.rollout.env import env_factory
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.staleness import feasible
 from asyncrl.types import Message, Row, Trajectory
-from tests.resume.runs import Chat, Life, Plan, entries, image
+from tests.resume.runs import Chat, Life, Plan, assert_ages, entries, image
 
 _RULES = rl.Failures(member_retries=0, group_rerolls=3, consecutive=1000, retry_delay=0.2)
 
@@ -56,15 +56,6 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole journal stays, and disks need not be waited for."""
     monkeypatch.setattr(Journal, "forget", lambda self, n: None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def _assert_ages(life: Life) -> None:
-    """By the versions that the sampled tokens spell."""
-    first = life.learner.version - len(life.learner.batches)
-    for version, batch in enumerate(life.learner.batches, start=first):
-        for sequence in batch:
-            sampled = {(int(token) - 256) // 1000 for token in sequence.tokens[sequence.mask] if token >= 256}
-            assert all(0 <= version - old <= life.plan.max_staleness for old in sampled)
 
 
 def _images(life: Life, folder: Path) -> list[Path]:
@@ -111,7 +102,7 @@ def test_a_reroll_between_a_save_and_a_kill_is_not_forgotten(tmp_path: Path, max
         consumed = Counter(one.group for entry in journal for one in entry.consumed)
         assert set(consumed.values()) == {1}
         assert sum(consumed.values()) == plan.steps * plan.groups_per_step
-        _assert_ages(life)
+        assert_ages(life)
         assert not [notice for notice in life.of(Notice) if notice.name == "group_begun_anew"]
         assert all(step.metrics["recovery/groups_begun_anew"] == 0.0 for step in life.steps)
 
@@ -148,7 +139,7 @@ def test_a_reroll_that_opened_the_barrier_is_known_after_a_kill(
     assert life.steps[0].metrics["recovery/groups_begun_anew"] == float(forgetful)
     assert len([notice for notice in life.of(Notice) if notice.name == "group_begun_anew"]) == forgetful
     assert [entry.n for entry in entries(tmp_path / "killed")] == list(range(1, plan.steps + 1))
-    _assert_ages(life)
+    assert_ages(life)
 
 
 _DUES = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=9)
