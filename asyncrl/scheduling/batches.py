@@ -7,7 +7,7 @@ it wait, so it goes first, as far as the barrier lets it take the place of a gro
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,7 +56,7 @@ class Batches:
         self._ready: dict[int, Group] = {}
         self._dues: dict[int, int | None] = {}
         # Ready group -> its due step; None of one that was never born.
-        self._by_due: dict[int | None, OrderedDict[int, None]] = {}
+        self._by_due: defaultdict[int | None, OrderedDict[int, None]] = defaultdict(OrderedDict)
         # Due step -> ready groups, first finished first.
         self._in_order: deque[int] = deque()
         self._next_in_order = 0
@@ -86,7 +86,7 @@ class Batches:
         if before is not None:
             self._unplace(group.index)  # the part that is there may be of before the group's birth
         due = self._dues[group.index] = self._admission.due(group.index)
-        self._by_due.setdefault(due, OrderedDict())[group.index] = None
+        self._by_due[due][group.index] = None
         self._sequences += len(group.members_G)
         self._tokens += group.context_tokens
         self._note_opener(group.index, group)
@@ -124,7 +124,7 @@ class Batches:
     async def take(self, size: int) -> list[Group]:
         """Take ``size`` groups, waiting for samples and at the barrier. Fewer, or none, if no more will come."""
         with self._expecting(size):
-            await self._changed.wait_until(lambda: self._enough(size))
+            await self._changed.wait_until(lambda: self._enough(self.left(size)))
         batch = self.take_nowait(size)
         if batch is not None:
             return batch
@@ -169,7 +169,6 @@ class Batches:
             self._admission.expect(0)
 
     def _enough(self, size: int) -> bool:
-        size = self.left(size)
         return len(self._ready) >= size if self._split_size is None else self._sequences >= size * self._split_size
 
     def _note_opener(self, index: int, group: Group | None = None) -> None:
@@ -184,23 +183,27 @@ class Batches:
             return chosen if len(chosen) == size and self._leaves_feasible(self._counted(chosen)) else None
         if len(self._ready) < size:
             return None
-        unborn = self._by_due.get(None, OrderedDict())
-        born = min(size, max(self._needed(), size - len(unborn)))
-        counts = self._earliest_due(born)
-        if counts.total() < born or not self._leaves_feasible(counts):
+        unborn = self._unborn(size)
+        counts = self._earliest_due(size - len(unborn))
+        if not self._leaves_feasible(counts):
             return None
-        counts[None] = size - born
-        return [index for due, count in counts.items() if count for index in islice(self._by_due[due], count)]
+        return [index for due, count in counts.items() for index in islice(self._by_due[due], count)] + unborn
 
-    def _needed(self) -> int:
-        """How many groups of a batch must have a due step."""
-        if not self._bounded:
-            return 0
-        version = self._clock.committed + 1
-        return needed(self._admission.due_counts, version=version, groups_per_step=self._groups_per_step)
+    def _unborn(self, size: int) -> list[int]:
+        """Ready groups without a due step, for the places of a batch of ``size`` that need no other group.
 
-    def _counted(self, chosen: list[int]) -> Counter[int | None]:
-        return Counter(self._dues[index] for index in chosen)
+        If the others that it needs are not ready, what the batch leaves is not feasible.
+        """
+        if None not in self._by_due:
+            return []
+        places = size
+        if self._bounded:
+            version = self._clock.committed + 1
+            places -= needed(self._admission.due_counts, version=version, groups_per_step=self._groups_per_step)
+        return list(islice(self._by_due[None], max(0, places)))
+
+    def _counted(self, chosen: list[int]) -> dict[int, int]:
+        return Counter(due for index in chosen if (due := self._dues[index]) is not None)
 
     def _extend_order(self) -> None:
         while self._next_in_order < self._admission.admitted:
@@ -210,9 +213,9 @@ class Batches:
                 return
             self._next_in_order += 1
 
-    def _earliest_due(self, size: int) -> Counter[int | None]:
+    def _earliest_due(self, size: int) -> dict[int, int]:
         """Due step -> how many of the ``size`` earliest due ready groups have it."""
-        counts: Counter[int | None] = Counter()
+        counts: dict[int, int] = {}
         for due in sorted(due for due in self._by_due if due is not None):
             if not size:
                 break
@@ -220,11 +223,13 @@ class Batches:
             size -= counts[due]
         return counts
 
-    def _leaves_feasible(self, taken: Mapping[int | None, int]) -> bool:
-        if not self._bounded:
-            return True
-        rest = {due: count - taken.get(due, 0) for due, count in self._admission.due_counts.items()}
-        return feasible(rest, version=self._clock.committed + 1, groups_per_step=self._groups_per_step)
+    def _leaves_feasible(self, taken: Mapping[int, int]) -> bool:
+        return not self._bounded or feasible(
+            self._admission.due_counts,
+            version=self._clock.committed + 1,
+            groups_per_step=self._groups_per_step,
+            taken=taken,
+        )
 
     def _take_whole(self, chosen: list[int]) -> list[Group]:
         groups = [self._remove(index) for index in chosen]

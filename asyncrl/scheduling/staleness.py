@@ -40,18 +40,25 @@ barrier closed, however many unborn groups are ready.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 __all__ = ["feasible", "needed"]
 
 
-def feasible(outstanding_due: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
+def feasible(
+    outstanding_due: Mapping[int, int],
+    *,
+    version: int,
+    groups_per_step: int,
+    taken: Mapping[int, int] = MappingProxyType({}),
+) -> bool:
     """True if ``outstanding_due`` (due step -> born groups, at most S + 1 steps) can be trained from ``version`` on.
 
-    O(S log S) for a bound of S, whatever the number of groups.
+    ``taken``: those of them that a batch takes before. O(S log S) for a bound of S, whatever the number of groups.
     """
     count = 0
     for due in sorted(outstanding_due):
-        count += outstanding_due[due]
+        count += outstanding_due[due] - taken.get(due, 0)
         if count > max(0, due - version + 1) * groups_per_step:
             return False
     return True

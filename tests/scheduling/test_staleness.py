@@ -29,6 +29,15 @@ def test_feasible_is_exactly_what_some_schedule_can_do(dues: list[int], version:
     )
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 4), max_size=7), st.lists(st.integers(0, 4), max_size=7), st.integers(1, 3))
+def test_what_a_batch_takes_is_not_counted(left: list[int], taken: list[int], groups_per_step: int) -> None:
+    """Only the groups that stay have to be trained later."""
+    assert feasible(
+        Counter([*left, *taken]), version=1, groups_per_step=groups_per_step, taken=Counter(taken)
+    ) == trainable(left, version=1, groups_per_step=groups_per_step)
+
+
 def test_groups_due_later_can_make_a_commit_wrong_now() -> None:
     """The worked example: nothing is due now, but four groups cannot fit into one step of two."""
     assert feasible({6: 2, 7: 2}, version=6, groups_per_step=2)
