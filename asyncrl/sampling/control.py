@@ -17,14 +17,13 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import httpx
 import orjson
 
 from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.holdclock import HoldClock
 from asyncrl.sampling.replies import Load, adapter_names, parse_load, ranks_of, scored, shown
-from asyncrl.sampling.transport import TRANSPORT_ERRORS, Client, was_stale
+from asyncrl.sampling.transport import TRANSPORT_ERRORS, Answer, Client, was_stale
 from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
 
@@ -62,8 +61,7 @@ class ServerControl:
         self._numbers = count()
         self._client = client
         self._data_headers = _bearer(api_key)
-        self._generate_url = httpx.URL(url + "/generate")
-        self._generate_headers = httpx.Headers(self._data_headers)
+        self._generate_url = url + "/generate"
         self._admin_headers = _bearer(admin_key or api_key)
         # Of one server only one large body is made at a time.
         self._encoders = anyio.CapacityLimiter(1)
@@ -228,15 +226,15 @@ class ServerControl:
             return False
         return True
 
-    async def generate(self, body: Mapping[str, object], *, routing_key: str = "") -> httpx.Response:
+    async def generate(self, body: Mapping[str, object], *, routing_key: str = "") -> Answer:
         """The raw answer to a sampling request, however long it takes; raises one of ``TRANSPORT_ERRORS``.
 
         ``routing_key``: requests with the same one belong on one server, if this is a router.
         """
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = self._generate_headers
+        headers = self._data_headers
         if routing_key:
-            headers = httpx.Headers({**headers, "X-SMG-Routing-Key": routing_key})
+            headers = headers | {"X-SMG-Routing-Key": routing_key}
         return await self._client.submit(self._generate_url, content, headers)
 
     async def score(self, tokens: IntArray, *, start: int, adapter: str | None, extra_key: str) -> FloatArray:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import anyio
-import httpx
 import numpy as np
 import orjson
 
@@ -22,7 +21,7 @@ from asyncrl.sampling.labels import Labels, WrongWeights
 from asyncrl.sampling.places import Place, Router
 from asyncrl.sampling.pool import Pool, Running, ServerState
 from asyncrl.sampling.recovery import described
-from asyncrl.sampling.transport import TRANSPORT_ERRORS, was_stale
+from asyncrl.sampling.transport import TRANSPORT_ERRORS, Answer, was_stale
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
@@ -115,34 +114,34 @@ class Exchange:
         started = anyio.current_time()
         work = work_of(len(request.input_ids), most_tokens)
         holds = self._labels.holds(_server(place))
-        response: httpx.Response | None = None
+        answer: Answer | None = None
         trajectory = request.trajectory_id
         with self._pool.request(place, rid, trajectory=trajectory, anchor=anchor, work=work) as running:
             try:
                 # Whoever wants its end: it is aborted before its connection is cut.
-                response = await running.held.make(
+                answer = await running.held.make(
                     place.generate(body, routing_key=key), partial(self._aborts.begin, place, rid)
                 )
             except Interrupted:
                 return Lost(reason=_late(running) or "it was taken out of use", late=running.late_s is not None)
             except TRANSPORT_ERRORS as error:
                 broken = _Broken(error=error, stale=was_stale(error, since=started))
-        if response is None:
+        if answer is None:
             await self._aborts.abort(place, rid)
             return broken
         try:
-            return await self._read(running, request, response, most_tokens)
+            return await self._read(running, request, answer, most_tokens)
         except WrongWeights as error:
             self._labels.report(_server(place), error, since=holds)
             return self._suspected(place, error)
 
     async def _read(
-        self, running: Running, request: SegmentRequest, response: httpx.Response, most_tokens: int
+        self, running: Running, request: SegmentRequest, answer: Answer, most_tokens: int
     ) -> Segment | Lost:
-        if response.status_code == 200:
-            return self._answered(running, request, response, most_tokens)
-        place, text = running.place, error_text(response.status_code, response.content)
-        if response.status_code >= 500 or response.status_code in _NOT_NOW:
+        if answer.status == 200:
+            return self._answered(running, request, answer, most_tokens)
+        place, text = running.place, error_text(answer.status, answer.content)
+        if answer.status >= 500 or answer.status in _NOT_NOW:
             await self._aborts.abort(place, running.rid)
             return Lost(reason=text)
         if await _lost_adapter(place, request.adapter):
@@ -150,12 +149,10 @@ class Exchange:
             return Lost(reason=text)
         raise RequestRefused(f"{place.url}: {text}")
 
-    def _answered(
-        self, running: Running, request: SegmentRequest, response: httpx.Response, most_tokens: int
-    ) -> Segment | Lost:
+    def _answered(self, running: Running, request: SegmentRequest, answer: Answer, most_tokens: int) -> Segment | Lost:
         place = running.place
         try:
-            reply = orjson.loads(response.content)
+            reply = orjson.loads(answer.content)
             segment = parse_segment(
                 reply,
                 request=request,

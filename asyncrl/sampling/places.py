@@ -7,12 +7,12 @@ from typing import Protocol
 from urllib.parse import quote
 
 import anyio
-import httpx
 
 from asyncrl.errors import SamplingError, ServerUnavailable
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.holdclock import HoldClock
 from asyncrl.sampling.replies import Load
+from asyncrl.sampling.transport import Answer
 
 __all__ = ["Place", "Router"]
 
@@ -30,7 +30,7 @@ class Place(Protocol):
         """The time that it has for requests."""
         ...
 
-    async def generate(self, body: Mapping[str, object], *, routing_key: str) -> httpx.Response:
+    async def generate(self, body: Mapping[str, object], *, routing_key: str) -> Answer:
         """The raw answer."""
         ...
 
@@ -55,7 +55,7 @@ class Router:
         self._front = front
         self._servers = servers
 
-    async def generate(self, body: Mapping[str, object], *, routing_key: str) -> httpx.Response:
+    async def generate(self, body: Mapping[str, object], *, routing_key: str) -> Answer:
         """See ``Place``."""
         return await self._front.generate(body, routing_key=quote(routing_key))
 
