@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 # For type checkers and editors, which do not run __getattr__. tests/test_package.py keeps both lists equal.
 if TYPE_CHECKING:
     from asyncrl.checkpoint.options import Checkpointing
-    from asyncrl.engine import RolloutEngine
     from asyncrl.errors import InfrastructureError
-    from asyncrl.evaluation import Evaluator
     from asyncrl.learning.advantages import Batchwise, GroupCentered
     from asyncrl.learning.lora import LoraConfig
     from asyncrl.learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
     from asyncrl.learning.optimizer import Adam, cosine
     from asyncrl.learning.torch_learner import TorchLearner
-    from asyncrl.policy import Policy
+    from asyncrl.publishing.policy import Policy
     from asyncrl.rollout.budget import Budget
+    from asyncrl.rollout.engine import RolloutEngine
     from asyncrl.rollout.env import Env, TurnResult
     from asyncrl.rollout.failures import Failures
     from asyncrl.rollout.processes import in_process
     from asyncrl.rollout.tools import tool
-    from asyncrl.running import run
     from asyncrl.sampling.sglang import SGLang
-    from asyncrl.sampling.sglangcommand import SGLangOptions
     from asyncrl.sampling.sources import DnsSource, FileSource
     from asyncrl.scheduling.rules import ForwardBackwardBatch, GroupCompletion, KVCache, Schedule, Truncation
-    from asyncrl.trainer import AsyncTrainer
+    from asyncrl.servers.sglangcommand import SGLangOptions
+    from asyncrl.training.evaluation import Evaluator
+    from asyncrl.training.running import run
+    from asyncrl.training.trainer import AsyncTrainer
     from asyncrl.types import Step, Trajectory
 
 __all__ = [
@@ -73,26 +73,26 @@ __all__ = [
 
 _MODULES = {
     "asyncrl.checkpoint.options": ("Checkpointing",),
-    "asyncrl.engine": ("RolloutEngine",),
+    "asyncrl.rollout.engine": ("RolloutEngine",),
     "asyncrl.errors": ("InfrastructureError",),
-    "asyncrl.evaluation": ("Evaluator",),
+    "asyncrl.training.evaluation": ("Evaluator",),
     "asyncrl.learning.advantages": ("Batchwise", "GroupCentered"),
     "asyncrl.learning.lora": ("LoraConfig",),
     "asyncrl.learning.losses": ("CISPO", "PPO", "DecoupledPPO", "ImportanceSampling", "PolicyGradient"),
     "asyncrl.learning.optimizer": ("Adam", "cosine"),
     "asyncrl.learning.torch_learner": ("TorchLearner",),
-    "asyncrl.policy": ("Policy",),
+    "asyncrl.publishing.policy": ("Policy",),
     "asyncrl.rollout.budget": ("Budget",),
     "asyncrl.rollout.env": ("Env", "TurnResult"),
     "asyncrl.rollout.failures": ("Failures",),
     "asyncrl.rollout.processes": ("in_process",),
     "asyncrl.rollout.tools": ("tool",),
-    "asyncrl.running": ("run",),
+    "asyncrl.training.running": ("run",),
     "asyncrl.sampling.sglang": ("SGLang",),
-    "asyncrl.sampling.sglangcommand": ("SGLangOptions",),
+    "asyncrl.servers.sglangcommand": ("SGLangOptions",),
     "asyncrl.sampling.sources": ("DnsSource", "FileSource"),
     "asyncrl.scheduling.rules": ("ForwardBackwardBatch", "GroupCompletion", "KVCache", "Schedule", "Truncation"),
-    "asyncrl.trainer": ("AsyncTrainer",),
+    "asyncrl.training.trainer": ("AsyncTrainer",),
     "asyncrl.types": ("Step", "Trajectory"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import TaskStatus
 
-from asyncrl.config import Recipe, load_recipe
-from asyncrl.endings import first_error, kept
+from asyncrl.concurrency.endings import first_error, kept
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished, VersionPublished
-from asyncrl.pipes import lasting_streams
+from asyncrl.observe.pipes import lasting_streams
 from asyncrl.plain import shown
-from asyncrl.serving import add_server_options, serve
+from asyncrl.recipe.config import Recipe, load_recipe
+from asyncrl.servers.serving import add_server_options, serve
 
 if TYPE_CHECKING:
-    from asyncrl.compose import ComposedRun
+    from asyncrl.recipe.compose import ComposedRun
 
 __all__ = ["Outcome", "main"]
 
@@ -184,7 +184,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _install_sglang(arguments: argparse.Namespace) -> None:
-    from asyncrl.sampling.install import install_sglang
+    from asyncrl.servers.install import install_sglang
 
     installed = install_sglang(arguments.directory, say=_say)
     result = {"python": str(installed.python), "made": installed.made, "seconds": round(installed.seconds, 1)}
@@ -200,7 +200,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _render(arguments: argparse.Namespace) -> None:
-    from asyncrl.rendering import render_row
+    from asyncrl.recipe.rendering import render_row
 
     anyio.run(partial(render_row, _load(arguments), arguments.row, say=_say), backend="asyncio")
 
@@ -212,7 +212,7 @@ def _load(arguments: argparse.Namespace) -> Recipe:
 
 
 def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
-    from asyncrl.compose import compose
+    from asyncrl.recipe.compose import compose
 
     return compose(recipe, directory=directory)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import get_args
 
 from asyncrl.plain import shown
 
@@ -48,6 +49,8 @@ __all__ = [
     "ServerUnavailable",
     "StalenessError",
     "WeightsOverwritten",
+    "require_choice",
+    "require_count",
 ]
 
 _LONGEST_KEY = 100
@@ -150,3 +153,16 @@ class ObserverError(AsyncRLError):
 
 class StalenessError(AsyncRLError):
     """A segment older than the bound reached the learner, or a due date became impossible. Never expected."""
+
+
+def require_count(key: str, value: object, *, least: int) -> None:
+    """Refuse anything but an integer of at least ``least``; True is not an integer here."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError.for_value(key, value, f"an integer of at least {least}")
+
+
+def require_choice(key: str, value: object, choices: object) -> None:
+    """Refuse a value that the ``Literal`` type ``choices`` does not list."""
+    known = get_args(choices)
+    if value not in known:
+        raise ConfigError.for_value(key, value, "one of " + ", ".join(map(repr, known)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from asyncrl import trainingrun
 from asyncrl.scheduling.admission import Admission
+from asyncrl.training import run as trainingrun
 from benchmarks.answer import Answer
 from benchmarks.clairvoyant import earliest_end
 from benchmarks.workloads import WORKLOADS, run

@@ -24,9 +24,9 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from asyncrl.compose import ComposedRun, compose
-from asyncrl.config import load_recipe
 from asyncrl.events import Event, MemberFailed, Notice, SegmentSampled, VersionPublished
+from asyncrl.recipe.compose import ComposedRun, compose
+from asyncrl.recipe.config import load_recipe
 from asyncrl.types import Step
 from benchmarks.answer import Answer
 

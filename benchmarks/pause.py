@@ -12,7 +12,6 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from asyncrl.checkpoint.capture import Capture
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.events import Events
 from asyncrl.observe.metrics import MetricsRecorder
@@ -22,6 +21,7 @@ from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import Ledger
 from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.training.capture import Capture
 from asyncrl.types import Span, SpanKind, Trajectory
 from benchmarks.answer import Answer
 

@@ -28,11 +28,11 @@ from asyncrl.publishing.full import FullPublisher
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.install import installed_python
-from asyncrl.sampling.launch import EmbeddedServer
 from asyncrl.sampling.sglang import SGLang
-from asyncrl.sampling.sglangcommand import SGLangOptions
-from asyncrl.sampling.sglangserver import SGLangServer
+from asyncrl.servers.install import installed_python
+from asyncrl.servers.launch import EmbeddedServer
+from asyncrl.servers.sglangcommand import SGLangOptions
+from asyncrl.servers.sglangserver import SGLangServer
 from benchmarks.answer import Answer
 
 __all__ = ["main"]

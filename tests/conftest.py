@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from blockbuster import blockbuster_ctx
 
-from asyncrl.machine import has_module
-from asyncrl.sampling.install import installed_python
+from asyncrl.servers.install import installed_python
+from asyncrl.servers.machine import has_module
 from asyncrl.testing.clock import VirtualClock
 from tests.realserver import sglang_server
 from tests.tinymodels import reference, tiny_adapter, tiny_model
@@ -97,7 +97,7 @@ def blocking_calls_are_errors() -> Iterator[None]:
     with blockbuster_ctx("asyncrl") as blockbuster:
         # Options are checked where they are made, which a test does on the loop.
         for name in ("os.stat", "os.path.abspath"):
-            blockbuster.functions[name].can_block_in("asyncrl/policy.py", "__init__")
+            blockbuster.functions[name].can_block_in("asyncrl/publishing/policy.py", "__init__")
             blockbuster.functions[name].can_block_in("asyncrl/learning/torch_learner.py", "__init__")
-            blockbuster.functions[name].can_block_in("asyncrl/sampling/embedded/options.py", "__post_init__")
+            blockbuster.functions[name].can_block_in("asyncrl/servers/embedded/options.py", "__post_init__")
         yield

@@ -14,8 +14,8 @@ import anyio.lowlevel
 import pytest
 
 from asyncrl.learning.lora import LoraConfig
-from asyncrl.sampling.sglangcommand import SGLangOptions
-from asyncrl.sampling.sglangserver import SGLangServer
+from asyncrl.servers.sglangcommand import SGLangOptions
+from asyncrl.servers.sglangserver import SGLangServer
 
 __all__ = ["RealServer", "sglang_server"]
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl import compose as composition
 from asyncrl.cli import Outcome, main
-from asyncrl.compose import ComposedRun
-from asyncrl.config import Recipe
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, StepFinished
+from asyncrl.recipe import compose as composition
+from asyncrl.recipe.compose import ComposedRun
+from asyncrl.recipe.config import Recipe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing.scripted import END, ByteRenderer, ScriptedLearner, ScriptedSampler, scripted_policy
 from asyncrl.types import Message, Row
@@ -457,7 +457,7 @@ def test_serve_hands_its_options_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is not given is left to the server's own defaults, and the key comes from the environment."""
-    from asyncrl.sampling import serve
+    from asyncrl.servers import serve
 
     served: list[Any] = []
     monkeypatch.setattr(serve, "run_server", served.append)

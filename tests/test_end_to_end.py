@@ -64,8 +64,8 @@ class _RecordingLearner(rl.TorchLearner):
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 async def test_what_was_served_is_what_is_trained(model: Path, tmp_path: Path, lora: bool) -> None:
     """Ids and log-probabilities byte for byte over a run; server and learner agree after every publication."""
-    from asyncrl.sampling.embedded.app import create_app
-    from asyncrl.sampling.embedded.options import ServerOptions
+    from asyncrl.servers.embedded.app import create_app
+    from asyncrl.servers.embedded.options import ServerOptions
 
     app = create_app(ServerOptions(model=model))
     transport = _RecordingTransport(app)
@@ -128,8 +128,8 @@ def _require_served(steps: Sequence[Step], trained: Sequence[TrainingSequence], 
 
 async def test_synchronous_training_has_an_importance_ratio_of_one(model: Path, tmp_path: Path) -> None:
     """With a bound of 0 the learner's log-probabilities are the sampler's, up to rounding."""
-    from asyncrl.sampling.embedded.app import create_app
-    from asyncrl.sampling.embedded.options import ServerOptions
+    from asyncrl.servers.embedded.app import create_app
+    from asyncrl.servers.embedded.options import ServerOptions
 
     app = create_app(ServerOptions(model=model))
     sampler = rl.SGLang(["http://embedded"], transport=httpx.ASGITransport(app))

@@ -14,13 +14,11 @@ from typing import Any
 
 import orjson
 
-from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.plain import jsonable
-from asyncrl.plan import TrainingPlan
 from asyncrl.types import Row
 
-__all__ = ["described", "require_same", "rows_digest", "run_identity"]
+__all__ = ["described", "require_same", "rows_digest"]
 
 _MISSING = "(not there)"
 
@@ -28,12 +26,6 @@ _MISSING = "(not there)"
 def described(values: Mapping[str, object]) -> dict[str, Any]:
     """Each value under its name; a dataclass as its fields, ``optimizer.lr``. Plain JSON."""
     return dict(_flat(values))
-
-
-def run_identity(plan: TrainingPlan, engine: RolloutEngine, rows: Sequence[Row]) -> dict[str, Any]:
-    """What a resumed run must have in common with the one that was stopped. Takes time for many rows."""
-    options = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    return described({**options, **engine.identity(), "rows": rows_digest(rows)})
 
 
 def rows_digest(rows: Sequence[Row]) -> str:

@@ -20,10 +20,10 @@ import numpy as np
 import orjson
 import safetensors.numpy
 
-from asyncrl.checkpoint.files import discard, draft, drafted, numbered, settle, sync
-from asyncrl.checkpoint.seals import DIGITS, damaged, require_own, sealed, unsealed
 from asyncrl.errors import CheckpointError
+from asyncrl.files import discard, draft, drafted, numbered, settle, sync
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
+from asyncrl.seals import DIGITS, damaged, require_own, sealed, unsealed
 
 __all__ = ["Consumed", "Journal", "JournalEntry", "Renewed", "read_renewed"]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from asyncrl.errors import ConfigError
-from asyncrl.scheduling.rules import require_count
+from asyncrl.errors import ConfigError, require_count
 
 __all__ = ["Checkpointing", "StopSignal"]
 

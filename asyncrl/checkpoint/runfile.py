@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint.fingerprint import require_same
-from asyncrl.checkpoint.seals import read_json, write_json
 from asyncrl.errors import CheckpointError
-from asyncrl.observe.sinks import told_step
+from asyncrl.seals import read_json, write_json
 
 __all__ = ["RunFile"]
 
@@ -66,9 +65,8 @@ class RunFile:
             )
         return bool(self._content.get("plan") == plan)
 
-    def require_told(self, n: int) -> None:
-        """Raise ``CheckpointError`` if other files tell of a step after ``n``, the last one that is there."""
-        told = told_step(self._directory)
+    def require_told(self, n: int, told: tuple[Path, int] | None) -> None:
+        """Raise ``CheckpointError`` if ``told``, a file and the last step in it, is after ``n``."""
         if told is not None and told[1] > n:
             path, step = told
             raise CheckpointError(

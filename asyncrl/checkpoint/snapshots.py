@@ -15,16 +15,16 @@ from typing import Any
 
 import orjson
 
-from asyncrl.checkpoint.files import discard, draft, numbered, settle
 from asyncrl.checkpoint.journal import read_renewed
-from asyncrl.checkpoint.seals import LINES_END, damaged, require_own, sealed, unsealed
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.checkpoint.tokens import Place, TokenReader, TokenStore
 from asyncrl.checkpoint.values import dumps, loads, read_trajectory, trajectory_head
 from asyncrl.errors import CheckpointError, EnvironmentFailure
+from asyncrl.files import discard, draft, numbered, settle
 from asyncrl.plain import error_text
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
+from asyncrl.seals import LINES_END, damaged, require_own, sealed, unsealed
 from asyncrl.types import Group, Row, Trajectory
 
 __all__ = ["Snapshots"]

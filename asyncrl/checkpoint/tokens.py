@@ -21,9 +21,9 @@ from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
-from asyncrl.checkpoint.files import discard, numbered, reading, sync
-from asyncrl.checkpoint.seals import damaged
 from asyncrl.checkpoint.values import dumps, loads
+from asyncrl.files import discard, numbered, reading, sync
+from asyncrl.seals import damaged
 from asyncrl.types import Message, Span, SpanKind, Trajectory
 
 __all__ = ["Place", "TokenReader", "TokenStore"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
-from asyncrl.checkpoint.files import drafted, emptied, numbered, remove, settle
-from asyncrl.checkpoint.seals import check_folder, require_own, seal_folder
 from asyncrl.errors import CheckpointError
+from asyncrl.files import drafted, emptied, numbered, remove, settle
 from asyncrl.learning.base import Learner
+from asyncrl.seals import check_folder, require_own, seal_folder
 
 __all__ = ["SavedWeights"]
 

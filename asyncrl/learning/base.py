@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
+from asyncrl.errors import ConfigError
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["ChunkResult", "Learner", "OptimizerSettings", "TrainingSequence"]
+__all__ = ["ChunkResult", "Learner", "OptimizerSettings", "TrainingSequence", "model_vocab_size"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -132,3 +134,13 @@ class Learner(Protocol):
     async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
         """(T - start,) log-probabilities of ``tokens[start:]`` under the current parameters, logits / temperature."""
         ...
+
+
+def model_vocab_size(model_path: Path) -> int:
+    """The number of token ids of the model in a folder, from its ``config.json``."""
+    path = model_path / "config.json"
+    try:
+        size = orjson.loads(path.read_bytes())["vocab_size"]
+    except (OSError, orjson.JSONDecodeError, KeyError) as error:
+        raise ConfigError(f"{path} does not say vocab_size, which a probe needs: {error!r}") from error
+    return int(size)

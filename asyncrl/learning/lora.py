@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncrl.errors import ConfigError
-from asyncrl.scheduling.rules import require_count
+from asyncrl.errors import ConfigError, require_count
 
 __all__ = ["LoraConfig"]
 

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, require_count
 from asyncrl.learning.base import OptimizerSettings
-from asyncrl.scheduling.rules import require_count
 
 __all__ = ["Adam", "Cosine", "LearningRateSchedule", "cosine"]
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.concurrency.worker import Worker
+from asyncrl.errors import ConfigError, LearnerError, require_choice, require_count
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import Loss
-from asyncrl.learning.worker import Worker
-from asyncrl.scheduling.rules import require_choice, require_count
 from asyncrl.types import FloatArray, IntArray
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ import anyio.to_thread
 import orjson
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from asyncrl.checkpoint.files import reading
-from asyncrl.checkpoint.seals import write_json
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished
+from asyncrl.files import reading
+from asyncrl.seals import write_json
 
 __all__ = ["EventFiles", "encode_event", "event_name", "read_results", "told_step", "write_events", "write_run_file"]
 

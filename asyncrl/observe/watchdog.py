@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from asyncrl.concurrency.pulse import Pulse
 from asyncrl.events import (
     BatchTaken,
     ChunkTrained,
@@ -32,7 +33,6 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.rollout.activity import Activities, Activity
-from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["WATCHED", "Watchdog"]
 

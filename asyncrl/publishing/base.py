@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["BUCKET_BYTES", "Address", "Publication", "Publisher", "VersionKeeper"]
+from asyncrl.sampling.base import Address
+
+__all__ = ["BUCKET_BYTES", "Publication", "Publisher", "VersionKeeper"]
 
 Publication: TypeAlias = Literal["disk", "tensors", "distributed"]
 """How a version travels: in a folder that servers read, in requests, or (full weights) through a process group."""
 
 BUCKET_BYTES = 256 * 2**20
 """Of one piece of the weights: a server holds it beside its weights, and as base64 it is a third larger."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Address:
-    """How a request names a version: adapter name (LoRA only), prefix-cache namespace, and which servers have it.
-
-    Not to be changed, but quick to make.
-    """
-
-    adapter: str | None
-    extra_key: str
-    replica: bool = False
-    """Servers hold different base weights: only one that holds this version may answer."""
 
 
 class Publisher(Protocol):

@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import anyio
 
+from asyncrl.concurrency.pulse import Pulse
 from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, WeightsOverwritten
 from asyncrl.publishing.staging import Release
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang
-from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["Delivery", "Install", "Round"]
 

@@ -15,11 +15,11 @@ import anyio
 
 from asyncrl.errors import ConfigError, SamplingError
 from asyncrl.learning.base import Learner
-from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Folders, Release, Staging
+from asyncrl.sampling.base import Address
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang

@@ -14,8 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.checkpoint.files import reading
 from asyncrl.errors import ConfigError
+from asyncrl.files import reading
 
 __all__ = ["owned", "run_of"]
 

@@ -21,12 +21,12 @@ import anyio.to_thread
 
 from asyncrl.errors import ConfigError, ProbeMismatch, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
-from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import is_local
 from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Copies, Folders, Release, Staging, Store
 from asyncrl.publishing.unloading import Unloading
+from asyncrl.sampling.base import Address
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang

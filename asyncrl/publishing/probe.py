@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import orjson
 
-from asyncrl.errors import ConfigError, ProbeMismatch
-from asyncrl.learning.base import Learner
+from asyncrl.errors import ProbeMismatch
+from asyncrl.learning.base import Learner, model_vocab_size
 from asyncrl.sampling.control import ServerControl
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["Probe", "model_vocab_size"]
+__all__ = ["Probe"]
 
 _TOKENS = 24
 _SEED = 20_240
@@ -60,13 +59,3 @@ class Probe:
                 f"{served[worst]:.6g}, the learner {reference[worst]:.6g}; allowed difference {self.tolerance:g}"
             )
         return float(differences[worst])
-
-
-def model_vocab_size(model_path: Path) -> int:
-    """The number of token ids of the model in a folder, from its ``config.json``."""
-    path = model_path / "config.json"
-    try:
-        size = orjson.loads(path.read_bytes())["vocab_size"]
-    except (OSError, orjson.JSONDecodeError, KeyError) as error:
-        raise ConfigError(f"{path} does not say vocab_size, which a probe needs: {error!r}") from error
-    return int(size)

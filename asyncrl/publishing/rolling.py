@@ -23,12 +23,12 @@ from asyncrl.errors import (
     WeightsOverwritten,
 )
 from asyncrl.learning.base import Learner
-from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import Round
 from asyncrl.publishing.full import replace_weights
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Release, Staging
+from asyncrl.sampling.base import Address
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang

@@ -17,12 +17,12 @@ import anyio.to_thread
 import numpy as np
 import orjson
 
-from asyncrl.checkpoint.files import emptied, flush, remove, settle
-from asyncrl.checkpoint.seals import check_folder, seal_folder
 from asyncrl.errors import CheckpointError
+from asyncrl.files import emptied, flush, remove, settle
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.control import ServerControl
+from asyncrl.seals import check_folder, seal_folder
 from asyncrl.types import FloatArray
 
 __all__ = ["Copies", "Folders", "Release", "Staging", "Store"]

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from asyncrl.endings import first_error
+from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 
 __all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread"]

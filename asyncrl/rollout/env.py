@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import anyio
 
-from asyncrl.endings import WhenBegun, first_error
+from asyncrl.concurrency.endings import WhenBegun, first_error
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plain import error_text, shortened
 from asyncrl.rollout.border import TurnResult

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidValue, RequestRefused, SamplingError
-from asyncrl.scheduling.rules import require_count
+from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidValue, RequestRefused, SamplingError, require_count
 
 __all__ = ["FailureBudget", "Failures", "is_accident"]
 

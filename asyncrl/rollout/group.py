@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from asyncrl.endings import WhenBegun
+from asyncrl.concurrency.endings import WhenBegun
 from asyncrl.errors import (
     LearnerError,
     ObserverError,

@@ -10,8 +10,8 @@ import anyio
 
 from asyncrl.events import GroupDropped, Notice
 from asyncrl.plain import copied, error_text
+from asyncrl.rollout.seeds import derived
 from asyncrl.scheduling.rules import GroupCompletion
-from asyncrl.seeds import derived
 from asyncrl.types import DropReason, Group, Row, Trajectory
 
 __all__ = ["FailedGroup", "GroupPlan", "unsampled"]

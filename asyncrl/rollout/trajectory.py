@@ -16,7 +16,6 @@ import anyio
 
 from asyncrl.errors import ProtocolError, ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
-from asyncrl.publishing.base import Address
 from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
 from asyncrl.rollout.budget import Budget
@@ -25,12 +24,12 @@ from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
+from asyncrl.rollout.seeds import derived
 from asyncrl.rollout.stops import ended
-from asyncrl.sampling.base import Sampler, SegmentRequest
+from asyncrl.sampling.base import Address, Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
 from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
-from asyncrl.seeds import derived
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
 __all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "go_on", "grade", "leave_version"]

@@ -8,7 +8,20 @@ from typing import Protocol
 
 from asyncrl.types import IntArray, Segment
 
-__all__ = ["Sampler", "SegmentRequest"]
+__all__ = ["Address", "Sampler", "SegmentRequest"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Address:
+    """How a request names a version: adapter name (LoRA only), prefix-cache namespace, and which servers have it.
+
+    Not to be changed, but quick to make.
+    """
+
+    adapter: str | None
+    extra_key: str
+    replica: bool = False
+    """Servers hold different base weights: only one that holds this version may answer."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

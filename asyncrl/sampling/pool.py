@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from asyncrl.concurrency.pulse import Pulse
 from asyncrl.sampling.deadlines import Pace
 from asyncrl.sampling.held import HeldCall
 from asyncrl.sampling.places import Place
-from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["UNLIMITED", "Pool", "Running", "ServerState", "choose", "rendezvous"]
 

@@ -13,25 +13,25 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import httpx
 
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events, Notice, RequestRepeated
-from asyncrl.learning.lora import LoraConfig
-from asyncrl.publishing.probe import model_vocab_size
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.fleet import Fleet, FleetOptions, Timeouts
 from asyncrl.sampling.labels import Labels
 from asyncrl.sampling.recovery import Restore
-from asyncrl.sampling.sglangcommand import SGLangOptions
-from asyncrl.sampling.sglangserver import LaunchedServers
 from asyncrl.sampling.sources import ChangingSource, FixedSource, ServerSource, check_urls, follow, source_of
 from asyncrl.sampling.transport import open_client
 from asyncrl.types import Segment
+
+if TYPE_CHECKING:
+    from asyncrl.learning.lora import LoraConfig
+    from asyncrl.servers.sglangcommand import SGLangOptions
 
 __all__ = ["Restore", "SGLang", "Timeouts"]
 
@@ -103,6 +103,10 @@ class SGLang:
         ``model``: the folder that the learner starts from, or all options of a server. ``lora``: what is trained, if
         it is an adapter. ``log_directory``: gets what the servers print, None keeps it in temporary files.
         """
+        from asyncrl.learning.base import model_vocab_size
+        from asyncrl.servers.sglangcommand import SGLangOptions
+        from asyncrl.servers.sglangserver import LaunchedServers
+
         options = model if isinstance(model, SGLangOptions) else SGLangOptions(model=Path(model))
         if lora is not None:
             options = replace(options, lora=lora)

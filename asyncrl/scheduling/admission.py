@@ -21,8 +21,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from asyncrl.concurrency.pulse import Pulse
 from asyncrl.errors import StalenessError
-from asyncrl.scheduling.pulse import Pulse
 from asyncrl.scheduling.slotwait import SlotWait
 
 __all__ = ["Admission"]

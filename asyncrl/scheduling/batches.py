@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 import anyio
 
+from asyncrl.concurrency.pulse import Pulse
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.policyclock import PolicyClock
-from asyncrl.scheduling.pulse import Pulse
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
 from asyncrl.scheduling.staleness import feasible, needed
 from asyncrl.types import BarrierWait, Group

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asyncrl.concurrency.pulse import Pulse
 from asyncrl.errors import StalenessError
-from asyncrl.scheduling.pulse import Pulse
 
 __all__ = ["PolicyClock"]
 

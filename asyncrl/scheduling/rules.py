@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.types import TruncationCause
 
 __all__ = [
@@ -21,8 +21,6 @@ __all__ = [
     "Stragglers",
     "Truncation",
     "TruncationPolicy",
-    "require_choice",
-    "require_count",
 ]
 
 StalePolicy: TypeAlias = Literal["wait", "mask_span", "keep"]
@@ -30,19 +28,6 @@ SamplingPolicy: TypeAlias = Literal["trajectory", "segment"]
 Stragglers: TypeAlias = Literal["truncate", "carry_over", "discard"]
 BatchOrder: TypeAlias = Literal["completion", "admission"]
 TruncationPolicy: TypeAlias = Literal["zero_reward", "reward", "drop", "drop_and_exclude_from_baseline"]
-
-
-def require_count(key: str, value: object, *, least: int) -> None:
-    """Refuse anything but an integer of at least ``least``; True is not an integer here."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError.for_value(key, value, f"an integer of at least {least}")
-
-
-def require_choice(key: str, value: object, choices: object) -> None:
-    """Refuse a value that the ``Literal`` type ``choices`` does not list."""
-    known = get_args(choices)
-    if value not in known:
-        raise ConfigError.for_value(key, value, "one of " + ", ".join(map(repr, known)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from asyncrl.config import Recipe
 from asyncrl.errors import ConfigError
+from asyncrl.recipe.config import Recipe
 from asyncrl.simulation.grid import Admits, Point, default_grid
 from asyncrl.simulation.options import SimulationOptions
 from asyncrl.simulation.recorded import Recording, read_run

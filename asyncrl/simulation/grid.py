@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeAlias
 
-from asyncrl.config import Recipe
+from asyncrl.recipe.config import Recipe
 from asyncrl.scheduling.rules import Schedule
 
 __all__ = ["Admits", "Axes", "Point", "default_grid", "recipe_point"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import Recipe
 from asyncrl.errors import ConfigError
+from asyncrl.recipe.config import Recipe
 from asyncrl.simulation.grid import Axes
 from asyncrl.simulation.synthetic import Distribution, Durations
 

@@ -15,7 +15,7 @@ from itertools import count
 
 import anyio
 
-from asyncrl.scheduling.pulse import Pulse
+from asyncrl.concurrency.pulse import Pulse
 
 __all__ = ["ProcessorSharing"]
 

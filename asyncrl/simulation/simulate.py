@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, get_args
 
-from asyncrl.compose import engine_options, trainer_options
-from asyncrl.config import Recipe
-from asyncrl.engine import RolloutEngine
 from asyncrl.errors import ConfigError
 from asyncrl.events import Event, Events, StepFinished
 from asyncrl.observe.metrics import percentile
-from asyncrl.policy import Policy
-from asyncrl.seeds import derived
+from asyncrl.publishing.policy import Policy
+from asyncrl.recipe.compose import engine_options, trainer_options
+from asyncrl.recipe.config import Recipe
+from asyncrl.rollout.engine import RolloutEngine
+from asyncrl.rollout.seeds import derived
 from asyncrl.simulation.grid import Point
 from asyncrl.simulation.parts import SimulatedLearner, SimulatedPublisher, SimulatedSampler
 from asyncrl.simulation.playback import CountingRenderer, Playback, ScriptedEnv
 from asyncrl.simulation.steady import StepEnd, around_steady, steady_steps, steps_per_hour
 from asyncrl.simulation.workload import GroupScript, Workload
 from asyncrl.testing.clock import run_virtual
-from asyncrl.trainer import AsyncTrainer
-from asyncrl.trainerstep import Phase
+from asyncrl.training.step import Phase
+from asyncrl.training.trainer import AsyncTrainer
 from asyncrl.types import SpanKind, Step
 
 __all__ = ["Outcome", "Simulation", "total_steps"]

@@ -6,8 +6,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from asyncrl.config import Recipe
 from asyncrl.errors import ConfigError
+from asyncrl.recipe.config import Recipe
 from asyncrl.simulation.cost import Cost, LoadModel
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
 

@@ -20,11 +20,10 @@ import orjson
 
 from asyncrl.errors import CheckpointError, NonFiniteError, StalenessError
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
-from asyncrl.policy import Policy
-from asyncrl.publishing.base import Address
+from asyncrl.publishing.policy import Policy
 from asyncrl.rollout.renderer import ParsedTurn
 from asyncrl.rollout.tools import Tool
-from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.base import Address, SegmentRequest
 from asyncrl.types import FloatArray, IntArray, Message, Segment, StopReason, VersionSpan
 
 __all__ = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import anyio
 
-from asyncrl.sampling.wireserver import WireError, adapter_error, bad_value
-from asyncrl.scheduling.pulse import Pulse
+from asyncrl.concurrency.pulse import Pulse
+from asyncrl.servers.wireserver import WireError, adapter_error, bad_value
 from asyncrl.testing.theta import find_theta, holds_theta, read_theta
 
 __all__ = ["LoadedTheta", "ScriptedAdapters"]

@@ -18,7 +18,8 @@ from typing import Any
 
 import anyio
 
-from asyncrl.sampling.wireserver import (
+from asyncrl.concurrency.pulse import Pulse
+from asyncrl.servers.wireserver import (
     ABORTED,
     ABORTED_WAITING,
     GenerateRequest,
@@ -27,7 +28,6 @@ from asyncrl.sampling.wireserver import (
     generate_reply,
     update_error,
 )
-from asyncrl.scheduling.pulse import Pulse
 from asyncrl.testing.scriptedadapters import ScriptedAdapters
 from asyncrl.testing.scriptedrun import PrefixMemory, Run
 from asyncrl.testing.theta import VOCABULARY, find_theta, holds_theta, read_theta

@@ -8,14 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncrl.sampling.wireserver import (
-    WireError,
-    adapters_reply,
-    bad_request,
-    field,
-    longest_prompt,
-    update_error,
-)
+from asyncrl.servers.wireserver import WireError, adapters_reply, bad_request, field, longest_prompt, update_error
 from asyncrl.testing.scriptedengine import ScriptedEngine
 
 __all__ = ["ScriptedRoutes"]

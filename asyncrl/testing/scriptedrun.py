@@ -9,8 +9,8 @@ from typing import Any
 
 import anyio
 
-from asyncrl.sampling.wireserver import GenerateRequest
-from asyncrl.scheduling.pulse import Pulse
+from asyncrl.concurrency.pulse import Pulse
+from asyncrl.servers.wireserver import GenerateRequest
 from asyncrl.testing.scriptedadapters import LoadedTheta
 from asyncrl.testing.theta import draw_token, theta_logprobs
 

@@ -17,8 +17,8 @@ import anyio
 import httpx
 import orjson
 
-from asyncrl.sampling.wireserver import GenerateRequest, WireError, parse_body, parse_generate
-from asyncrl.scheduling.pulse import Pulse
+from asyncrl.concurrency.pulse import Pulse
+from asyncrl.servers.wireserver import GenerateRequest, WireError, parse_body, parse_generate
 from asyncrl.testing.scriptedengine import ScriptedEngine, ScriptedLimits
 from asyncrl.testing.scriptedroutes import ScriptedRoutes
 

@@ -149,8 +149,8 @@ def _served(kind: Kind, url: str, folders: Folders, reference: Callable[..., Any
 @pytest.fixture(scope="session")
 def embedded_served(folders: Folders, reference: Callable[..., Any]) -> Iterator[Served]:
     """The embedded server."""
-    from asyncrl.sampling.embedded.app import create_app
-    from asyncrl.sampling.embedded.options import ServerOptions
+    from asyncrl.servers.embedded.app import create_app
+    from asyncrl.servers.embedded.options import ServerOptions
 
     app = create_app(
         ServerOptions(

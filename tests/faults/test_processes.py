@@ -205,7 +205,7 @@ def test_a_deadline_is_a_positive_number() -> None:
 @pytest.mark.slow
 async def test_a_function_of_a_recipes_file_is_found_by_its_file(tmp_path: Path) -> None:
     """Such a module has a name that no other process can import."""
-    from asyncrl.references import resolve
+    from asyncrl.recipe.references import resolve
 
     (tmp_path / "env.py").write_text(
         "import asyncrl as rl\n\n@rl.in_process\ndef double(x):\n    return 2 * x\n", encoding="utf-8"

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import asyncrl as rl
-from asyncrl.endings import first_error
+from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import PublicationError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.events import MemberFailed, VersionPublished
 from asyncrl.testing import END

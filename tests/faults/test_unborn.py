@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import asyncrl as rl
 from asyncrl.checkpoint.journal import Journal
-from asyncrl.checkpoint.keeper import Checkpoints
 from asyncrl.events import EvaluationFinished, Events, GroupBorn, GroupConsumed, GroupDropped, Notice
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.rollout.env import env_factory
 from asyncrl.testing import ScriptedSampler, run_virtual, scripted_policy
+from asyncrl.training.keeper import Checkpoints
 from asyncrl.types import Group, Message, Row, Trajectory, TruncationCause
 from tests.faults.case import AGAIN, Case, HermesRenderer, One
 from tests.resume.runs import Chat, Life, Plan, consumed_rows, entries

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.recovery import require_versions
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.errors import CheckpointError, ProtocolError
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import ScriptedSampler
+from asyncrl.training.resume import require_versions
 from asyncrl.types import Group, Segment, Span, SpanKind, Trajectory, VersionSpan
 from tests.faults.case import Case
 

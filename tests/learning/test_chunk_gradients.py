@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
-from asyncrl.learning.assembly import StepAssembly
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import CISPO, DecoupledPPO, Loss
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.scheduling.rules import Truncation
+from asyncrl.training.assembly import StepAssembly
 from asyncrl.types import Group, Span, SpanKind, Trajectory
 from tests.learning.tiny import load
 

@@ -19,9 +19,9 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.learning.advantages import Batchwise
-from asyncrl.learning.assembly import StepAssembly
 from asyncrl.observe.metrics import BatchMetrics, MetricsRecorder
 from asyncrl.scheduling.rules import Truncation
+from asyncrl.training.assembly import StepAssembly
 from asyncrl.types import BarrierWait, DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
 

@@ -25,7 +25,7 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.testing import ScriptedLearner, ScriptedPublisher, ScriptedSampler
-from asyncrl.trainerstep import Phase
+from asyncrl.training.step import Phase
 from asyncrl.types import Message, Trajectory
 from tests.faults.case import Case, One
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl.compose import compose
-from asyncrl.config import load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
 from asyncrl.publishing.full import FullPublisher
 from asyncrl.publishing.lora import LoraPublisher
+from asyncrl.recipe.compose import compose
+from asyncrl.recipe.config import load_recipe
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner, read_theta, write_theta

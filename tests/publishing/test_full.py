@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ProbeMismatch
-from asyncrl.publishing.base import Address
 from asyncrl.publishing.carriers import DiskCarrier
 from asyncrl.publishing.full import FullPublisher
 from asyncrl.publishing.probe import Probe
-from asyncrl.sampling.base import SegmentRequest
+from asyncrl.sampling.base import Address, SegmentRequest
 from asyncrl.sampling.pool import rendezvous
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode

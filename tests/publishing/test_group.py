@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.publishing.torch_group import TorchGroup
-from asyncrl.sampling.embedded.group import ReceivingGroup
+from asyncrl.servers.embedded.group import ReceivingGroup
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError, ProbeMismatch, ProtocolError
-from asyncrl.publishing.probe import Probe, model_vocab_size
+from asyncrl.learning.base import model_vocab_size
+from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Copies, Folders, Staging
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.sglang import SGLang

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl import compose as composition
 from asyncrl.cli import main
-from asyncrl.compose import ComposedRun, _checkpointing
-from asyncrl.config import Recipe
+from asyncrl.recipe import compose as composition
+from asyncrl.recipe.compose import ComposedRun, _checkpointing
+from asyncrl.recipe.config import Recipe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedSampler, scripted_policy
 from asyncrl.types import Message, Row

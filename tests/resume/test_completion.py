@@ -19,9 +19,7 @@ import numpy as np
 import pytest
 
 import asyncrl as rl
-from asyncrl.checkpoint.capture import Capture
 from asyncrl.checkpoint.journal import Journal
-from asyncrl.checkpoint.keeper import Checkpoints
 from asyncrl.errors import ObserverError
 from asyncrl.events import (
     DeadlinePassed,
@@ -37,6 +35,8 @@ from asyncrl.rollout.env import env_factory
 from asyncrl.rollout.groupplan import GroupPlan
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.testing import run_virtual
+from asyncrl.training.capture import Capture
+from asyncrl.training.keeper import Checkpoints
 from asyncrl.types import DropReason, Group, Message, Row, Span, SpanKind, Trajectory, TruncationCause
 from tests.resume.runs import Chat, Life, Plan, entries, image
 from tests.scheduling.books import watched

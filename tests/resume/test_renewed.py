@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import asyncrl as rl
 from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry, Renewed
-from asyncrl.checkpoint.recovery import begin_late_anew
 from asyncrl.checkpoint.state import GroupState, RunState
 from asyncrl.events import Event, GroupRerolled, Notice, StepFinished
 from asyncrl.rollout.env import env_factory
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.staleness import feasible
+from asyncrl.training.resume import begin_late_anew
 from asyncrl.types import Message, Row, Trajectory
 from tests.resume.runs import Chat, Life, Plan, assert_ages, entries, image
 

@@ -9,8 +9,8 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.events import Event, Events, Notice
-from asyncrl.publishing.base import Address
 from asyncrl.rollout.env import Env
+from asyncrl.sampling.base import Address
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing import ByteRenderer, ScriptedLearner, ScriptedPublisher
 from asyncrl.testing.server import ScriptedLimits, ScriptedServer, network

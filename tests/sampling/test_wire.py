@@ -11,7 +11,7 @@ import pytest
 from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
-from asyncrl.sampling.wireserver import WireError, bad_value, generate_reply, parse_generate
+from asyncrl.servers.wireserver import WireError, bad_value, generate_reply, parse_generate
 from asyncrl.types import StopReason, VersionSpan
 
 

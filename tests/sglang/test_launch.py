@@ -13,7 +13,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.events import Event, Events, Notice
-from asyncrl.policy import OpenPolicy
+from asyncrl.publishing.policy import OpenPolicy
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.types import Segment
 from tests.tinymodels import CLOSE

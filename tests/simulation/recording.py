@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Recipe, load_recipe
 from asyncrl.events import Event
 from asyncrl.observe.sinks import encode_event
+from asyncrl.recipe.config import Recipe, load_recipe
 from asyncrl.simulation.cost import Cost, LoadModel
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
 

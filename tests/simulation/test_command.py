@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.config import Recipe
 from asyncrl.events import Event
+from asyncrl.recipe.config import Recipe
 from asyncrl.simulation.command import default_steps
 from asyncrl.simulation.grid import Point, recipe_point
 from asyncrl.simulation.simulate import Outcome, Simulation

@@ -1,0 +1,282 @@
+"""From a recipe to a run: imports the user's code, makes the model if need be, and wires the owners together.
+
+Everything that can be wrong in a recipe is found here, before a model is loaded or a server started. Wiring is all
+there is: no rule lives here. Left out: running it, which is the CLI's part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.options import Checkpointing
+from asyncrl.errors import ConfigError
+from asyncrl.learning.base import Learner
+from asyncrl.learning.losses import loss_from
+from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.plain import shown
+from asyncrl.publishing.policy import Policy
+from asyncrl.recipe.config import ModelSection, Recipe, cache_directory
+from asyncrl.recipe.references import call, require_keywords, resolve
+from asyncrl.rollout.border import checked_rows
+from asyncrl.rollout.engine import RolloutEngine
+from asyncrl.rollout.env import Env
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.sources import FileSource
+from asyncrl.servers.sglangcommand import Machine, SGLangOptions, plan_command, split_gpus
+from asyncrl.servers.sglangserver import server_url
+from asyncrl.training.evaluation import Evaluator
+from asyncrl.training.trainer import AsyncTrainer
+from asyncrl.types import Row
+
+__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts", "engine_options", "trainer_options"]
+
+_LEAST_ADAPTERS = 8
+_SPARE_ADAPTERS = 4
+# Beside those that trajectories within the bound may use: the one that is published, and some that are being retired.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedRun:
+    """A run that is ready to start."""
+
+    trainer: AsyncTrainer
+    engine: RolloutEngine
+    evaluator: Evaluator | None
+    """None without held-out rows."""
+    rows: Sequence[Row]
+    steps: int
+
+
+def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
+    """Build the run that ``recipe`` describes; ``directory`` is its run directory, None to leave nothing behind.
+
+    Imports the recipe's Python file and calls its row functions; calls ``model.source`` if its model is not cached
+    yet, which imports torch. Raises ``ConfigError``.
+    """
+    try:
+        return _compose(recipe, directory)
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.path}: {error}") from error
+
+
+def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
+    base = recipe.path.resolve().parent
+    recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
+    parts = _Parts(
+        env=_environment(recipe.env.factory, recipe.env.options, base),
+        rows=_rows("data.train", recipe.data.train, base),
+        evaluator=_evaluator(recipe, base),
+        trainer=trainer_options(recipe),
+    )
+    if recipe.model.source is not None:
+        # Making the model can take a minute: what is refused anyway is refused before that.
+        unmade: Any = _UnmadeLearner(lora_rank=recipe.model.lora.r if recipe.model.lora else None)
+        _wire(recipe, parts, unmade, None, directory)
+    model = _model(recipe.model, base)
+    learner = TorchLearner(
+        model,
+        seed=recipe.rollout.seed,
+        **_keywords(recipe.model, without=("path", "source")),
+    )
+    return _wire(recipe, parts, learner, model, directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedPrompts:
+    """As much of a run as says what a model reads."""
+
+    env: Callable[[], Env]
+    rows: Sequence[Row]
+    model: Path
+    """Its folder."""
+
+
+def compose_prompts(recipe: Recipe) -> ComposedPrompts:
+    """What of ``recipe`` decides on prompts: as ``compose``, without learner and servers. Raises ``ConfigError``."""
+    base = recipe.path.resolve().parent
+    try:
+        return ComposedPrompts(
+            env=_environment(recipe.env.factory, recipe.env.options, base),
+            rows=_rows("data.train", recipe.data.train, base),
+            model=_model(recipe.model, base),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What the recipe's references stand for."""
+
+    env: Callable[[], Env]
+    rows: Sequence[Row]
+    evaluator: Evaluator | None
+    trainer: Mapping[str, Any]
+    """The trainer's options, the loss made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnmadeLearner:
+    """As much of a learner as the checks of a run look at."""
+
+    lora_rank: int | None
+
+
+def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, directory: Path | None) -> ComposedRun:
+    """``model``: None if it is not made yet."""
+    policy = Policy(
+        learner,
+        sampler=_sampler(recipe, model, directory),
+        directory=None if directory is None else directory / "adapters",
+        sampler_threads=recipe.sampler.threads,
+        publication=recipe.publication.way,
+        **_keywords(recipe.publication, without=("way",)),
+    )
+    engine = RolloutEngine(policy, env=parts.env, **engine_options(recipe))
+    trainer = AsyncTrainer(
+        engine=engine, evaluator=parts.evaluator, checkpointing=_checkpointing(recipe, directory), **parts.trainer
+    )
+    return ComposedRun(
+        trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.trainer.steps
+    )
+
+
+def _checkpointing(recipe: Recipe, directory: Path | None) -> Checkpointing | None:
+    if directory is None or not recipe.checkpoint.enabled:
+        return None
+    return Checkpointing(directory, **_keywords(recipe.checkpoint, without=("enabled",)))
+
+
+def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLang | None:
+    """The client of the servers that the recipe names or has started; None is the embedded server."""
+    section = recipe.sampler
+    if section.urls or section.urls_file is not None:
+        # A relative path is seen from the recipe's folder, as that of a model is.
+        source = section.urls or FileSource(recipe.path.resolve().parent / str(section.urls_file))
+        return SGLang(source, router=section.router, api_key=section.api_key(), admin_key=section.admin_key())
+    if not section.launches:
+        return None
+    options = _server_options(recipe, model or recipe.path.parent)
+    # For what this machine lacks, which is said before a model is made.
+    machine = Machine.found()
+    plan_command(options, machine)
+    split_gpus(options, machine, section.servers)
+    if model is None:
+        # Never opened: as many as there will be, for what the checks make of that.
+        return SGLang([server_url(dataclasses.replace(options, port=1 + index)) for index in range(section.servers)])
+    return SGLang.launch(options, servers=section.servers, log_directory=directory)
+
+
+def _server_options(recipe: Recipe, model: Path) -> SGLangOptions:
+    section = recipe.sampler
+    return SGLangOptions(
+        model=model,
+        lora=recipe.model.lora,
+        # The publisher compares log-probabilities of both sides.
+        dtype=recipe.model.dtype,
+        max_loras_per_batch=max(_LEAST_ADAPTERS, recipe.trainer.max_staleness + _SPARE_ADAPTERS),
+        python=None if section.python is None else Path(section.python),
+        api_key=section.api_key(),
+        seed=recipe.rollout.seed,
+        **{name: getattr(section, name) for name in ("threads", "tensor_parallel", "device", "arguments")},
+    )
+
+
+def engine_options(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of ``RolloutEngine``, all but the policy and the environment."""
+    return {
+        "budget": recipe.budget,
+        "schedule": recipe.schedule,
+        "failures": recipe.failures,
+        **_keywords(recipe.rollout),
+    }
+
+
+def trainer_options(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of ``AsyncTrainer``, all but the engine and the evaluator. Raises ``ConfigError`` for the loss."""
+    overlap = recipe.trainer.forward_backward_batch
+    return {
+        "optimizer": recipe.optimizer,
+        "advantage": recipe.advantage,
+        "completion": recipe.completion,
+        "truncation": recipe.truncation,
+        "loss": loss_from(recipe.trainer.loss, **recipe.loss),
+        "forward_backward_batch": None if overlap == "off" else overlap,
+        **_keywords(recipe.trainer, without=("steps", "loss", "forward_backward_batch")),
+    }
+
+
+def _environment(reference: str, options: Mapping[str, object], base: Path) -> Callable[[], Env]:
+    factory = resolve("env.factory", reference, base)
+    if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, Env)):
+        raise ConfigError.for_value("env.factory", reference, "an Env class or a function that returns an Env")
+    require_keywords("env", reference, factory, options)
+    return functools.partial(factory, **options)
+
+
+def _rows(key: str, reference: str, base: Path) -> list[Row]:
+    function = resolve(key, reference, base)
+    expects = "a function without arguments that returns a list of rows"
+    return checked_rows(call(key, reference, function, expects=expects), f"what {key} = {shown(reference)} returned")
+
+
+def _evaluator(recipe: Recipe, base: Path) -> Evaluator | None:
+    if recipe.data.heldout is None:
+        return None
+    rows = _rows("data.heldout", recipe.data.heldout, base)
+    return Evaluator(rows=rows, **_keywords(recipe.evaluation))
+
+
+def _model(model: ModelSection, base: Path) -> Path:
+    """The model's folder, made first if the recipe has a function for it."""
+    if model.source is None:
+        return base / str(model.path)
+    build = resolve("model.source", model.source, base)
+    folder = cache_directory() / "models" / _cache_name(model.source, _source_file(build))
+    if not folder.is_dir():
+        _write_model(build, folder, model.source)
+    return folder
+
+
+def _source_file(function: object) -> str | None:
+    try:
+        return inspect.getsourcefile(function)  # type: ignore[arg-type]
+    except TypeError:
+        return None  # what is written in C, or no function
+
+
+def _cache_name(reference: str, source: str | None) -> str:
+    """Changes with the file that makes the model, so that an edited recipe never trains the model of the old one."""
+    text = Path(source).read_bytes() if source else reference.encode()
+    return f"{reference.partition(':')[2]}-{hashlib.sha256(text).hexdigest()[:16]}"
+
+
+def _write_model(build: object, folder: Path, reference: str) -> None:
+    """Whole or not at all: another run may make the same model at the same time."""
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{temporary.parent}, where models are kept, cannot be written: {error.strerror}") from error
+    try:
+        expects = "a function that takes a folder and writes a model into it"
+        call("model.source", reference, build, temporary, expects=expects)
+        if not folder.is_dir():
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _keywords(section: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a section as keyword arguments of the class that it names."""
+    names = [field.name for field in dataclasses.fields(section) if field.name not in without]
+    return {name: getattr(section, name) for name in names}

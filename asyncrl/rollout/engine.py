@@ -1,0 +1,375 @@
+"""RolloutEngine: rows in, finished groups out.
+
+Usable alone, for data or evaluation (``async for group in engine.rollout(rows, group_size=8)``), and by the trainer,
+which brings its own reservations and versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from asyncrl.concurrency.endings import WhenBegun, kept
+from asyncrl.concurrency.iteration import Consumer, iterate
+from asyncrl.errors import ConfigError, require_choice, require_count
+from asyncrl.events import Events, Notice, VersionPublished
+from asyncrl.publishing.policy import OpenPolicy, Policy
+from asyncrl.rollout.activity import Activities
+from asyncrl.rollout.border import checked_rows
+from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.calls import UserCalls
+from asyncrl.rollout.env import Env, EnvFactory, env_factory
+from asyncrl.rollout.failures import FailureBudget, Failures
+from asyncrl.rollout.group import run_group
+from asyncrl.rollout.groupplan import FailedGroup, GroupPlan
+from asyncrl.rollout.opening import open_renderer
+from asyncrl.rollout.progress import GroupProgress
+from asyncrl.rollout.renderer import Renderer
+from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
+from asyncrl.sampling.base import Sampler
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.transport import require_open_files
+from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.rules import GroupCompletion, KVCache, SamplingPolicy, Schedule
+from asyncrl.scheduling.slots import OrderedSlots
+from asyncrl.types import Group, Row
+
+__all__ = ["EngineSession", "RolloutEngine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSession:
+    """An engine that is up. ``clock`` holds the published version; the trainer that drives it moves the clock."""
+
+    policy: OpenPolicy
+    clock: PolicyClock
+    events: Events
+    _context: RolloutContext
+    _factory: EnvFactory
+    _slots: OrderedSlots
+    _seed: int
+    _prefix: str = ""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the environment's tools, as far as they are known."""
+        return tuple(tool.name for tool in self._factory.tools)
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """The sampling distribution."""
+        return self._context.settings
+
+    @property
+    def activities(self) -> Activities:
+        """What each member is doing, those of evaluations included."""
+        return self._context.activities
+
+    @property
+    def servers(self) -> SGLang | None:
+        """Who knows on which server something is waited for, if anybody does."""
+        return self.policy.sampler if isinstance(self.policy.sampler, SGLang) else None
+
+    @property
+    def requests_in_flight(self) -> int:
+        """Sampling requests that are being answered."""
+        return self._context.requests.in_use
+
+    @property
+    def requests_queued(self) -> int:
+        """Sampling requests that wait for ``max_sample_requests``."""
+        return self._context.requests.waiting
+
+    def pinned(self, version: int, *, prefix: str, temperature: float, events: Events) -> EngineSession:
+        """The same engine for a measurement: every trajectory samples with ``version`` and reports to ``events``."""
+        context = replace(
+            self._context,
+            settings=replace(self._context.settings, temperature=temperature, kv_cache=None),
+            versions=_Pinned(published=version),
+            events=events,
+        )
+        return replace(self, _context=context, _prefix=prefix)
+
+    def trained(self, on_birth: Callable[[int, int], None], *, resumable: bool) -> EngineSession:
+        """The same engine for a run: ``on_birth(group, version)`` is called at each dispatch.
+
+        ``resumable``: environments are asked for what they need to be brought back.
+        """
+        return replace(self, _context=replace(self._context, on_birth=on_birth, keeps_env_state=resumable))
+
+    async def group(
+        self,
+        index: int,
+        row: Row,
+        size: int,
+        *,
+        completion: GroupCompletion | None = None,
+        on_part: Callable[[Group], None] | None = None,
+        on_reroll: Callable[[int], None] | None = None,
+        progress: GroupProgress | None = None,
+    ) -> Group | FailedGroup:
+        """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
+
+        ``on_part``, ``on_reroll`` and ``progress``: see ``run_group``.
+        """
+        plan = GroupPlan(
+            index=index,
+            row=row,
+            size=size,
+            seed=self._seed,
+            prefix=self._prefix,
+            completion=completion or GroupCompletion(),
+        )
+        return await run_group(
+            plan, self._factory, self._slots, self._context, on_part=on_part, on_reroll=on_reroll, progress=progress
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pinned:
+    """A version source that never moves."""
+
+    published: int
+
+    @property
+    def arriving(self) -> int:
+        """None arrives while something is measured."""
+        return self.published
+
+
+class RolloutEngine:
+    """Rolls out environments against a policy.
+
+    ``env``: an ``Env`` instance that all trajectories share, or a class or zero-argument factory for one each.
+    ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
+    published version for each request, as far as ``kv_cache`` lets it.
+    ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are), ``auto`` (chat if there
+    is a template) or your own.
+    ``template_options``: variables of the chat template, such as ``enable_thinking``.
+    ``stop``: strings that end a turn, beside the renderer's own terminators.
+    ``failures``: how often what fails is tried again, and how many failures end the run.
+    ``environment_timeout``: seconds for each call into the environment. ``trajectory_timeout``: for a whole trajectory,
+    from its reset to its reward; what takes longer fails and is tried again. None: no bound.
+    """
+
+    def __init__(  # noqa: PLR0913  the options of rollouts; each is one sentence above
+        self,
+        policy: Policy,
+        *,
+        env: Env | Callable[[], Env],
+        budget: Budget | None = None,
+        schedule: Schedule | None = None,
+        sampling_policy: SamplingPolicy = "trajectory",
+        kv_cache: KVCache | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        seed: int = 0,
+        renderer: Literal["auto", "chat", "text"] | Renderer = "chat",
+        template_options: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
+        failures: Failures | None = None,
+        environment_timeout: float = 600.0,
+        trajectory_timeout: float | None = None,
+    ) -> None:
+        self.policy = policy
+        self.schedule = schedule or Schedule()
+        self.sampling_policy = sampling_policy
+        self.settings = SamplingSettings(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            kv_cache=_checked_kv_cache(sampling_policy, kv_cache or KVCache()),
+        )
+        self._env = env
+        self._factory = env_factory(env)
+        self._budget = budget or Budget()
+        self._seed = seed
+        self._renderer = renderer
+        self._template_options = dict(template_options or {})
+        self._stop = tuple(stop)
+        self.failures = failures or Failures()
+        self._environment_timeout_s = environment_timeout
+        self._trajectory_timeout_s = math.inf if trajectory_timeout is None else trajectory_timeout
+        if isinstance(stop, str) or not all(isinstance(end, str) and end for end in self._stop):
+            raise ConfigError.for_value("stop", stop, "a sequence of texts that are not empty")
+        _check_sampling(self.settings)
+        if type(seed) is not int or not abs(seed) < 2**63:
+            raise ConfigError.for_value("seed", seed, "an integer of at most 64 bits")
+        policy.check_kv_cache(self.settings.kv_cache)
+        if not environment_timeout > 0:
+            raise ConfigError.for_value("environment_timeout", environment_timeout, "more than 0 seconds")
+        if not self._trajectory_timeout_s > 0:
+            raise ConfigError.for_value("trajectory_timeout", trajectory_timeout, "more than 0 seconds, or None")
+
+    def identity(self) -> Mapping[str, object]:
+        """What decides what is sampled, by the names of the options. How much at once does not."""
+        return {
+            "env": self._env,
+            "budget": self._budget,
+            **{name: getattr(self.settings, name) for name in ("temperature", "top_p", "top_k", "kv_cache")},
+            "seed": self._seed,
+            "renderer": self._renderer if isinstance(self._renderer, str) else type(self._renderer),
+            "template_options": self._template_options,
+            "stop": self._stop,
+            "lora_rank": self.policy.learner.lora_rank,
+        }
+
+    @asynccontextmanager
+    async def opened(
+        self, events: Events | None = None, *, restore: Callable[[OpenPolicy], Awaitable[int]] | None = None
+    ) -> AsyncGenerator[EngineSession, None]:
+        """Bring up the policy with version 0 published, or the one that ``restore`` has given the learner."""
+        events = events or Events()
+        if self.policy.opens_connections:
+            require_open_files(self.schedule.sample_requests)
+        async with self.policy.opened(events, kv_cache=self.settings.kv_cache) as policy:
+            budget = self._budget_within(policy.sampler, events)
+            renderer = await self._open_renderer(policy.learner.model_path, events)
+            clock = PolicyClock(0 if restore is None else await restore(policy))
+            started = anyio.current_time()
+            await policy.publisher.stage(clock.published)
+            difference = await policy.publisher.publish(clock.published)
+            now = anyio.current_time()
+            events.emit(
+                VersionPublished(time=now, version=clock.published, seconds=now - started, probe_error=difference)
+            )
+            context = RolloutContext(
+                sampler=policy.sampler,
+                renderer=renderer,
+                budget=budget,
+                settings=self.settings,
+                requests=OrderedSlots(self.schedule.sample_requests),
+                versions=clock,
+                address=policy.publisher.address,
+                hold=policy.publisher.hold,
+                release=policy.publisher.release,
+                events=events,
+                failures=FailureBudget(self.failures),
+                activities=Activities(),
+                calls=UserCalls(self._environment_timeout_s),
+                trajectory_timeout_s=self._trajectory_timeout_s,
+                now=asyncio.get_running_loop().time,
+            )
+            with context.calls, ExitStack() as stack:
+                stack.callback(_follow_capacity(policy.sampler, context.requests))
+                yield EngineSession(
+                    policy=policy,
+                    clock=clock,
+                    events=events,
+                    _context=context,
+                    _factory=self._factory,
+                    _slots=OrderedSlots(self.schedule.concurrency),
+                    _seed=self._seed,
+                )
+
+    def _budget_within(self, sampler: Sampler, events: Events) -> Budget:
+        """The budget, as far as the servers have room for it."""
+        budget = self._budget.within(sampler.context_tokens if isinstance(sampler, SGLang) else None)
+        if budget is not self._budget:
+            keys = {"budget": self._budget.max_context_tokens, "servers": budget.max_context_tokens}
+            events.emit(Notice(time=anyio.current_time(), name="context_limited_by_servers", keys=keys))
+        return budget
+
+    async def _open_renderer(self, model: Path, events: Events) -> Renderer:
+        if not isinstance(self._renderer, str):
+            if self._template_options:
+                allowed = "left out for a renderer of your own"
+                raise ConfigError.for_value("template_options", self._template_options, allowed)
+            return self._renderer
+        return await open_renderer(
+            model, self._renderer, self._factory, events, stop=self._stop, template_options=self._template_options
+        )
+
+    def rollout(
+        self, rows: Sequence[Row], *, group_size: int, events: Events | None = None
+    ) -> AsyncGenerator[Group, None]:
+        """Roll out each row once and yield its group when it is finished, in the order of finishing.
+
+        A group that fails for good is not yielded, but reported as ``GroupDropped``. As many groups are in flight as
+        the concurrency has room for. Leaving the loop cancels them.
+        """
+        require_count("group_size", group_size, least=1)
+        checked = checked_rows(rows)
+        width = max(1, self.schedule.concurrency // group_size)
+
+        async def produce(consumer: Consumer[Group]) -> None:
+            # Bounded by the workers: each has at most one finished group that nobody has asked for.
+            finished, groups = anyio.create_memory_object_stream[Group](width)
+            numbered = iter(enumerate(checked))
+            async with kept(self.opened(events)) as session, groups, anyio.create_task_group() as tasks:
+                with finished:
+                    for _ in range(width):
+                        tasks.start_soon(WhenBegun, _work, session, numbered, group_size, finished.clone())
+                async for group in groups:
+                    await consumer.wanted()
+                    await consumer.give(group)
+
+        return iterate(produce)
+
+
+def _follow_capacity(sampler: Sampler, requests: OrderedSlots) -> Callable[[], None]:
+    """Let no more requests out than the servers can take, for one that waits here is not born yet and does not age.
+
+    Returns what ends that.
+    """
+    if not isinstance(sampler, SGLang):
+        return lambda: None
+    most = requests.limit
+    return sampler.on_capacity(lambda capacity: requests.set_limit(min(most, capacity)))
+
+
+async def _work(
+    session: EngineSession,
+    numbered: Iterator[tuple[int, Row]],
+    group_size: int,
+    finished: MemoryObjectSendStream[Group],
+) -> None:
+    with finished:
+        for index, row in numbered:
+            group = await session.group(index, row, group_size)
+            if isinstance(group, Group):
+                await finished.send(group)
+            else:
+                session.events.emit(group.event())
+
+
+def _check_sampling(settings: SamplingSettings) -> None:
+    if not 0 <= settings.temperature < math.inf:
+        raise ConfigError.for_value("temperature", settings.temperature, "a finite number of at least 0")
+    if not 0 < settings.top_p <= 1:
+        raise ConfigError.for_value("top_p", settings.top_p, "more than 0 and at most 1")
+    if settings.top_k != -1 and settings.top_k < 1:
+        raise ConfigError.for_value("top_k", settings.top_k, "-1 (all tokens) or at least 1")
+
+
+def _checked_kv_cache(sampling_policy: SamplingPolicy, kv_cache: KVCache) -> KVCache | None:
+    """The rule by which trajectories move to newer weights; None if they never do."""
+    require_choice("sampling_policy", sampling_policy, SamplingPolicy)
+    if sampling_policy == "trajectory":
+        if kv_cache != KVCache():
+            raise ConfigError(
+                f"kv_cache is {kv_cache}, but sampling_policy='trajectory' never moves a trajectory to other weights: "
+                "leave kv_cache out, or use sampling_policy='segment'"
+            )
+        return None
+    if kv_cache.on_limit == "refill" and not kv_cache.allow_reprefill:
+        raise ConfigError(
+            "kv_cache.on_limit='refill' computes the whole context again when a trajectory moves to newer weights: "
+            "acknowledge it with kv_cache=KVCache(on_limit='refill', allow_reprefill=True)"
+        )
+    if kv_cache.on_limit == "hold" and kv_cache.max_staleness == 0:
+        raise ConfigError(
+            "sampling_policy is 'segment' and kv_cache is KVCache(max_staleness=0, on_limit='hold'): no trajectory "
+            "could ever move to newer weights; allow older prefixes with kv_cache=KVCache(max_staleness=1), or "
+            "computing them again with kv_cache=KVCache(on_limit='refill', allow_reprefill=True)"
+        )
+    return kv_cache

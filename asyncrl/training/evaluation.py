@@ -1,0 +1,89 @@
+"""Evaluator: held-out rows, rolled out under one version.
+
+Evaluations run with their own reservations, outside the trainer's slots. A row whose trajectories fail for good is left
+out of the means and counted. The trainer waits for one where it is due
+and publishes nothing meanwhile, so that every trajectory of it is of the version that it measures; rollouts for
+training go on.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from asyncrl.concurrency.endings import WhenBegun
+from asyncrl.errors import ConfigError, require_count
+from asyncrl.events import EvaluationFinished, Events, Notice
+from asyncrl.rollout.border import checked_rows
+from asyncrl.rollout.engine import EngineSession
+from asyncrl.types import Group, Row
+
+__all__ = ["Evaluator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Rolls out ``rows`` before the first step, after the last one, and every ``every`` steps in between (0: never)."""
+
+    rows: Sequence[Row]
+    every: int = 0
+    group_size: int = 2
+    """Trajectories of each row."""
+    temperature: float | None = None
+    """None: the engine's. 0 is greedy."""
+
+    def __post_init__(self) -> None:
+        require_count("evaluation.every", self.every, least=0)
+        require_count("evaluation.group_size", self.group_size, least=1)
+        checked_rows(self.rows, "evaluation.rows")
+        if self.temperature is not None and self.temperature < 0:
+            raise ConfigError.for_value("evaluation.temperature", self.temperature, "at least 0")
+
+    def due(self, n: int, steps: int) -> bool:
+        """True if an evaluation follows step ``n`` of ``steps`` (0: before the first)."""
+        return n in (0, steps) or (self.every > 0 and n % self.every == 0)
+
+    async def evaluate(self, session: EngineSession) -> Mapping[str, float]:
+        """Roll out all rows under the published version. Emits ``EvaluationFinished`` and returns its metrics."""
+        version = session.clock.published
+        groups: list[Group] = []
+        failed: list[BaseException] = []
+        events = Events()  # its segments and tools are not part of the training run's metrics
+        events.subscribe(session.events.emit, kinds=(Notice,))
+        pinned = session.pinned(
+            version,
+            prefix=f"eval{version}-",
+            temperature=session.settings.temperature if self.temperature is None else self.temperature,
+            events=events,
+        )
+
+        async def run(index: int, row: Row) -> None:
+            group = await pinned.group(index, row, self.group_size)
+            if isinstance(group, Group):
+                groups.append(group)
+            else:
+                failed.append(group.error)
+
+        async with anyio.create_task_group() as tasks:
+            for index, row in enumerate(checked_rows(self.rows)):
+                tasks.start_soon(WhenBegun, run, index, row)
+        if not groups:
+            raise failed[0]
+        metrics = {**_metrics(groups), "failed_rows": float(len(failed))}
+        session.events.emit(EvaluationFinished(time=anyio.current_time(), version=version, metrics=metrics))
+        return metrics
+
+
+def _metrics(groups: Sequence[Group]) -> Mapping[str, float]:
+    members = [member for group in groups for member in group.members_G]
+    rewards = [member.reward for member in members if member.reward is not None]
+    return {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "trajectories": float(len(members)),
+        "generated_tokens_mean": statistics.fmean(member.generated_tokens for member in members),
+        "truncated_frac": statistics.fmean(member.truncated is not None for member in members),
+    }

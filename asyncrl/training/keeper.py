@@ -1,0 +1,301 @@
+"""Checkpoints: the owner of a run directory while its run goes on.
+
+What is written when, and how it is put together again, is here; what the files look like is in the modules beside this
+one. File work is done in threads of its own and never on the event loop: one for steps, so that a commit does not wait
+for a snapshot, and one for everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from asyncrl.checkpoint.journal import Journal, JournalEntry
+from asyncrl.checkpoint.options import Checkpointing
+from asyncrl.checkpoint.runfile import RunFile
+from asyncrl.checkpoint.snapshots import Snapshots
+from asyncrl.checkpoint.state import RunState
+from asyncrl.checkpoint.weights import SavedWeights
+from asyncrl.concurrency.endings import Endings, note, noted
+from asyncrl.errors import CheckpointError, ConfigError, LearnerError
+from asyncrl.events import Events, MemberResumed, Notice
+from asyncrl.files import locked, reading, sweep
+from asyncrl.learning.base import Learner
+from asyncrl.learning.losses import Loss
+from asyncrl.observe.sinks import told_step
+from asyncrl.publishing.policy import OpenPolicy
+from asyncrl.seals import read_json, write_json
+from asyncrl.training.plan import TrainingPlan
+from asyncrl.training.resume import Recovery, begin_late_anew, find_versions, renew_unsampled, require_versions
+from asyncrl.types import Row
+
+__all__ = ["Checkpoints"]
+
+_FOLDERS = ("state", "weights", "journal")
+_EVALUATED = "evaluated.json"
+_GRACE_S = 30.0
+# The longest that a save at the end of a run may take. What it would have saved is then as old as the save before it.
+
+
+class Checkpoints:
+    """Owns ``options.directory``. Enter ``opened`` first; then ``state`` is where the run goes on."""
+
+    def __init__(self, options: Checkpointing) -> None:
+        self.state = RunState()
+        """As it was found; empty for a new run."""
+        self.recovery = Recovery()
+        self.evaluated = -1
+        """The newest step after which the policy was measured; -1 if it never was."""
+        self._options = options
+        self._directory = options.directory
+        self._file = RunFile(self._directory)
+        self._journal = Journal(self._directory / "journal", self._directory / "refused")
+        self._step_thread = anyio.CapacityLimiter(1)
+        self._thread = anyio.CapacityLimiter(1)
+        self._weights = SavedWeights(self._directory / "weights", self._off_loop)
+        self._exit = Endings()
+        self._saved = (0, 0)
+        # Step and version of the newest saved weights.
+
+    @property
+    def steps_before(self) -> int | None:
+        """Of which length the run was to be so far; None if it is new."""
+        return self._file.steps_before
+
+    @asynccontextmanager
+    async def opened(
+        self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
+    ) -> AsyncGenerator[Checkpoints, None]:
+        """Lock the directory and read what is in it. ``row(index)`` is that of a group.
+
+        ``plan()`` says what the run is (``fingerprint.py``; it is called in a thread); ``ConfigError`` if the state in
+        the directory is of another run, or if another process uses it.
+        """
+        async with self._exit as stack:
+            lock = locked(self._directory)
+            await self._off_loop(self._make)
+            await self._off_loop(lock.__enter__)
+            stack.callback(lock.__exit__, None, None, None)
+            await self._off_loop(lambda: self._read(plan(), row, steps))
+            stack.callback(self._snapshots.close)
+            yield self
+
+    async def restore(self, plan: TrainingPlan, events: Events, steps: int, policy: OpenPolicy) -> int:
+        """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
+        self._exit.callback(events.subscribe(self.recovery.observe, kinds=(MemberResumed,)))
+        version = await self._restore_learner(policy.learner, plan.loss)
+        for name, error in self._passed_over():
+            keys = {"reason": str(error)}
+            events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys=keys))
+        if self.steps_before is None:
+            return version
+        require_versions(self.state)
+        renew_unsampled(self.state)
+        if plan.stale_policy == "wait":
+            for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
+                self.recovery.groups_begun_anew += 1
+                now = anyio.current_time()
+                events.emit(Notice(time=now, name="group_begun_anew", level="warning", keys=late))
+        pins = plan.sampling_policy == "trajectory"
+        await find_versions(self.state, policy.publisher, pins=pins, events=events)
+        renew_unsampled(self.state)  # of versions that nobody can load again
+        resumed: dict[str, object] = {
+            "directory": str(self._directory),
+            "step": self.state.n,
+            "version": version,
+            "groups": len(self.state.groups),
+            "replayed": self.recovery.steps_replayed,
+        }
+        events.emit(Notice(time=anyio.current_time(), name="resumed", keys=resumed))
+        if plan.optimizer.schedule is not None and steps != self.steps_before and self.state.n < steps:
+            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self.steps_before, steps))
+            changed = {"steps": steps, "steps_before": self.steps_before, "lr": now, "lr_before": before}
+            notice = Notice(time=anyio.current_time(), name="schedule_stretched", level="warning", keys=changed)
+            events.emit(notice)
+        return version
+
+    async def _restore_learner(self, learner: Learner, loss: Loss) -> int:
+        """Bring a learner that has just been opened to the committed parameters; returns their version."""
+        newest = await self._off_loop(lambda: self._weights.newest(self.state.n, self._journal.steps(), self._file.run))
+        if newest is not None:
+            n, version, folder = newest
+            if n > self.state.n:
+                raise CheckpointError(
+                    f"{folder} is of step {n}, but state and journal beside it end with step {self.state.n}; put back "
+                    "a copy of what is missing, or use another folder"
+                )
+            await learner.load_state(folder)
+            self._saved = (n, version)
+        elif learner.lora_rank is not None:
+            # A fresh adapter is random, and who knows whether another release draws the same. The model is on disk.
+            if self.state.n > 0:
+                raise CheckpointError(
+                    f"{self._directory / 'weights'} is empty: the adapter of step 0 is missing; put back a copy of it, "
+                    "or begin the run anew in another folder"
+                )
+            await self._weights.save(learner, n=0, version=0, run=self._file.run)
+        n, version = self._saved
+        for step in range(n + 1, self.state.n + 1):
+            entry = await self._off_loop(partial(self._journal.read, step, run=self._file.run))
+            if entry.version != version:
+                path = self._journal.path(step)
+                raise CheckpointError(f"{path} is a step of version {entry.version}, but the one before made {version}")
+            await self._replay(entry, learner, loss)
+            version = entry.version_after
+        if version != self.state.version:
+            raise CheckpointError(
+                f"the parameters in {self._directory} are of version {version}, but its state is of "
+                f"{self.state.version}; put back a copy of what is missing, or use another folder"
+            )
+        return int(version)
+
+    async def _replay(self, entry: JournalEntry, learner: Learner, loss: Loss) -> None:
+        for chunk in entry.chunks:
+            if loss.needs_proximal:
+                await learner.prepare_step(chunk)
+            await learner.forward_backward(chunk, loss)
+        if entry.settings is not None:
+            await learner.optimizer_step(entry.settings, divisor=entry.divisor)
+            self.recovery.steps_replayed += 1
+
+    @asynccontextmanager
+    async def step(self, entry: JournalEntry) -> AsyncGenerator[None, None]:
+        """The block makes the step happen. Its entry is written meanwhile, and when both are done, it is committed.
+
+        Cancellation waits for that. If the learner refuses the step, its batch is kept for inspection.
+        """
+        with anyio.CancelScope(shield=True):
+            failure: LearnerError | None = None
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(
+                        self._in_step_thread, partial(self._journal.draft, replace(entry, run=self._file.run))
+                    )
+                    try:
+                        yield
+                    except LearnerError as error:
+                        failure = error
+            except Exception as error:
+                if failure is None:
+                    raise
+                note(failure, error)
+            if failure is not None:
+                with noted(failure):
+                    path = await self._in_step_thread(partial(self._journal.refuse, entry.n))
+                    failure.add_note(f"its batch is in {path}")
+                raise failure
+            await self._in_step_thread(partial(self._commit, entry.n))
+
+    async def save_weights(self, learner: Learner, *, n: int, version: int, at_once: bool = False) -> None:
+        """Save the parameters, which are those after step ``n``, if that is due or wanted ``at_once``."""
+        steps = version - self._saved[1]
+        if steps >= self._options.weights_every or (steps > 0 and at_once):
+            await self._weights.save(learner, n=n, version=version, run=self._file.run)
+            self._saved = (n, version)
+
+    async def run(self, capture: Callable[[], RunState]) -> None:
+        """Save what is being sampled every now and then, until cancelled."""
+        while True:
+            await anyio.sleep(self._options.rollout_every)
+            await self._off_loop(partial(self._save, capture()))
+
+    async def save_at_end(self, capture: Callable[[], RunState], events: Events) -> None:
+        """Save once more, however the run ends. It must not hide how: a save that fails is a notice."""
+        reason = f"it took longer than {_GRACE_S:g} s"
+        try:
+            with anyio.move_on_after(_GRACE_S, shield=True):
+                await self._off_loop(partial(self._save, capture()), abandon=True)
+                return
+        except OSError as error:
+            reason = str(error)
+        keys = {"directory": str(self._directory), "reason": reason}
+        events.emit(Notice(time=anyio.current_time(), name="state_not_saved", level="error", keys=keys))
+
+    async def note_evaluated(self, n: int) -> None:
+        """The policy after step ``n`` was measured, and need not be again."""
+        self.evaluated = n
+        await self._off_loop(lambda: write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+
+    def _make(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            found = str(self._directory)
+            raise ConfigError.for_value(
+                "checkpointing.run_dir", found, f"a folder that can be made: {error}"
+            ) from error
+
+    def _read(self, plan: Mapping[str, Any], row: Callable[[int], Row], steps: int) -> None:
+        folders = [self._directory / name for name in _FOLDERS]
+        for folder in folders:
+            with reading(folder):
+                folder.mkdir(exist_ok=True)
+                sweep(folder)
+        self._snapshots = Snapshots(folders[0])
+        entries = self._journal.steps()
+        weights = self._weights.versions()
+        self._file.read()
+        # Without its file nothing says which run the state is of, and ``check`` refuses it.
+        state = self._snapshots.read(row, self._file.run if self._file.known else None)
+        exists = state is not None or bool(entries) or any(weights)
+        if not self._file.check(plan, exists=exists):
+            # An adapter that nothing was done with, of another run or of nobody knows which.
+            self._weights.clear()
+        self.state = state or RunState()
+        for n in entries:
+            if n > self.state.n:
+                self._apply(n)
+        self._file.require_told(self.state.n, told_step(self._directory))
+        path = folders[0] / _EVALUATED
+        if path.exists():
+            self.evaluated = read_json(path)["n"]
+        self._file.write(plan, steps)
+
+    def _apply(self, n: int) -> None:
+        path = self._journal.path(n)
+        if n != self.state.n + 1:
+            missing = self._journal.path(self.state.n + 1)
+            raise self._snapshots.passed_over or CheckpointError(
+                f"{missing} is missing, {path.name} is there, and no snapshot of step {n - 1} in state; put back a "
+                "copy of what is missing, or use another folder"
+            )
+        try:
+            self.state.apply(self._journal.read(n, sequences=False, run=self._file.run))
+        except (KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(f"{path} does not go on from the state that was saved: {error!r}") from error
+
+    def _commit(self, n: int) -> None:
+        self._journal.commit(n)
+        self._file.begin()
+
+    def _passed_over(self) -> list[tuple[str, CheckpointError]]:
+        """What is damaged and was not needed."""
+        found = (("snapshot_damaged", self._snapshots.passed_over), ("weights_damaged", self._weights.passed_over))
+        return [(name, error) for name, error in found if error is not None]
+
+    def _save(self, state: RunState) -> None:
+        state.run = self._file.run
+        oldest = self._snapshots.write(state)
+        # Of a step before both, neither the parameters nor the groups are needed.
+        self._journal.forget(min(oldest, self._saved[0]))
+
+    async def _in_step_thread(self, function: Callable[[], Any]) -> Any:
+        return await self._run(function, self._step_thread)
+
+    async def _off_loop(self, function: Callable[[], Any], *, abandon: bool = False) -> Any:
+        return await self._run(function, self._thread, abandon=abandon)
+
+    async def _run(self, function: Callable[[], Any], limiter: anyio.CapacityLimiter, *, abandon: bool = False) -> Any:
+        if getattr(asyncio.get_running_loop(), "virtual", False):
+            # Where time is virtual, a thread would take none, or all there is.
+            await anyio.lowlevel.checkpoint()
+            return function()
+        return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)

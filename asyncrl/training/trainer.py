@@ -1,0 +1,138 @@
+"""AsyncTrainer: the options of a run, checked, and what is open during it. The run itself is a ``TrainingRun``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Literal
+
+from asyncrl.checkpoint.options import Checkpointing
+from asyncrl.concurrency.endings import kept
+from asyncrl.concurrency.iteration import Consumer, iterate
+from asyncrl.errors import ConfigError, require_count
+from asyncrl.events import Events
+from asyncrl.learning.advantages import Advantage, GroupCentered
+from asyncrl.learning.losses import Loss, loss_from
+from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.optimizer import Adam
+from asyncrl.publishing.policy import OpenPolicy
+from asyncrl.rollout.border import checked_rows
+from asyncrl.rollout.engine import RolloutEngine
+from asyncrl.rollout.worker import refuse_in_worker
+from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch, GroupCompletion, StalePolicy, Truncation
+from asyncrl.training.evaluation import Evaluator
+from asyncrl.training.identity import run_identity
+from asyncrl.training.keeper import Checkpoints
+from asyncrl.training.plan import TrainingPlan, check_acknowledged, check_plan, check_versions
+from asyncrl.training.run import TrainingRun
+from asyncrl.training.signals import stopped_by
+from asyncrl.types import Row, Step
+
+__all__ = ["AsyncTrainer"]
+
+
+class AsyncTrainer:
+    """Trains the engine's policy.
+
+    ``groups_per_step`` groups of ``group_size`` trajectories make a batch; each batch with a gradient makes a version.
+    ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
+    ``loss``: "cispo", "ppo", "decoupled_ppo", "importance_sampling", "policy_gradient" or a loss object.
+    ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
+    ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and
+    masks spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound
+    (``allow_unbounded_staleness=True``).
+    ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch``
+    sets its chunk size; None turns it off.
+    ``checkpointing``: keep the run's state on disk, and go on from what is there; None keeps nothing.
+    ``events``: the stream that reports everything that happens.
+    """
+
+    def __init__(  # noqa: PLR0913  the options of a run; everything in here only composes them
+        self,
+        *,
+        engine: RolloutEngine,
+        groups_per_step: int,
+        optimizer: Adam,
+        group_size: int = 16,
+        max_staleness: int = 2,
+        advantage: Advantage | None = None,
+        completion: GroupCompletion | None = None,
+        loss: str | Loss = "cispo",
+        normalize: Normalize = "token",
+        stale_policy: StalePolicy = "wait",
+        batch_order: BatchOrder = "completion",
+        repeat_dataset: bool = True,
+        truncation: Truncation | None = None,
+        forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None = "auto",
+        evaluator: Evaluator | None = None,
+        allow_trajectory_loss: bool = False,
+        allow_unbounded_staleness: bool = False,
+        checkpointing: Checkpointing | None = None,
+        events: Events | None = None,
+    ) -> None:
+        self.engine = engine
+        self.evaluator = evaluator
+        self.events = events or Events()
+        self.checkpointing = checkpointing
+        self._plan = TrainingPlan(
+            optimizer=optimizer,
+            advantage=advantage or GroupCentered(),
+            completion=completion or GroupCompletion(),
+            loss=loss_from(loss),
+            normalize=normalize,
+            groups_per_step=groups_per_step,
+            group_size=group_size,
+            max_staleness=max_staleness,
+            stale_policy=stale_policy,
+            sampling_policy=engine.sampling_policy,
+            batch_order=batch_order,
+            repeat_dataset=repeat_dataset,
+            truncation=truncation or Truncation(),
+            forward_backward_batch=forward_backward_batch,
+        )
+        if checkpointing is not None:
+            # Versions that trajectories keep have to be there when the run is resumed.
+            engine.policy.keep_versions_in(checkpointing.directory / "adapters")
+        check_plan(self._plan, engine)
+        check_acknowledged(self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness)
+
+    def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
+        """Train for ``steps`` batches and yield a ``Step`` after each.
+
+        Rows are used in order, again from the start when they end (``repeat_dataset``). If rows are dropped because
+        their groups fail, others take their place; finite data then ends with smaller or fewer batches. Leaving the
+        loop stops the run: rollouts are cancelled and servers that the policy started are ended.
+
+        With ``checkpointing`` a run that was stopped or killed goes on, and the first ``Step`` is the one after the
+        last that was committed. ``steps`` counts from the run's beginning; it may be another number than before.
+        """
+        refuse_in_worker("AsyncTrainer.run")
+        require_count("steps", steps, least=1)
+        self._plan.optimizer.check_schedule(steps)
+        rows = checked_rows(rows)
+        batches = math.ceil(len(rows) / self._plan.groups_per_step)
+        if not self._plan.repeat_dataset and steps > batches:
+            raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
+
+        async def train(consumer: Consumer[Step], checkpoints: Checkpoints | None) -> None:
+            async def restore(policy: OpenPolicy) -> int:
+                # How many servers there are may be seen only now; nothing is live on them yet.
+                check_versions(self._plan, kept=policy.publisher.pins_versions, settings=self.engine.settings)
+                return 0 if checkpoints is None else await checkpoints.restore(self._plan, self.events, steps, policy)
+
+            async with kept(self.engine.opened(self.events, restore=restore)) as session:
+                training = TrainingRun(self._plan, session, self.engine, rows, steps, self.evaluator, checkpoints)
+                await training.run(consumer)
+
+        async def produce(consumer: Consumer[Step]) -> None:
+            if self.checkpointing is None:
+                await train(consumer, None)
+                return
+            checkpoints = Checkpoints(self.checkpointing)
+            identity = partial(run_identity, self._plan, self.engine, rows)
+            opened = checkpoints.opened(identity, lambda group: rows[group % len(rows)], steps)
+            async with kept(stopped_by(self.checkpointing.signals, self.events)), kept(opened):
+                await train(consumer, checkpoints)
+
+        return iterate(produce)

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl as rl
+from asyncrl.errors import ConfigError
+from asyncrl.recipe.config import (
+    CheckpointSection,
+    EvaluationSection,
+    ModelSection,
+    PublicationSection,
+    Recipe,
+    RolloutSection,
+    TrainerSection,
+    cache_directory,
+    load_recipe,
+)
+
+ENVS = Path(__file__).parents[2] / "envs"
+RECIPE = """
+[model]
+path = "model"
+
+[env]
+factory = "env.py:Guess"
+limit = 5
+
+[data]
+train = "env.py:rows"
+
+[trainer]
+steps = 4
+groups_per_step = 2
+
+[optimizer]
+lr = 1e-3
+"""
+
+
+def _load(directory: Path, text: str = RECIPE, *overrides: str) -> Recipe:
+    path = directory / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_recipe(path, overrides)
+
+
+def test_a_short_recipe_has_the_defaults_of_python(tmp_path: Path) -> None:
+    """What a recipe does not say is what a script that does not say it gets."""
+    recipe = _load(tmp_path)
+    assert recipe.env.options == {"limit": 5}
+    assert recipe.trainer.steps == 4
+    assert recipe.optimizer == rl.Adam(lr=1e-3)
+    assert (recipe.budget, recipe.schedule) == (rl.Budget(), rl.Schedule())
+    assert (recipe.completion, recipe.truncation) == (rl.GroupCompletion(), rl.Truncation())
+    assert recipe.advantage == rl.GroupCentered()
+    assert recipe.model.lora is None
+
+
+@pytest.mark.parametrize("recipe", sorted(ENVS.glob("*/recipe*.toml")), ids=lambda path: path.parent.name)
+def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
+    """A renamed option cannot be forgotten in them."""
+    assert load_recipe(recipe).tables
+
+
+@pytest.mark.parametrize(
+    ("section", "owner", "own"),
+    [
+        (ModelSection, rl.TorchLearner, {"path", "source"}),
+        (TrainerSection, rl.AsyncTrainer, {"steps"}),
+        (RolloutSection, rl.RolloutEngine, set()),
+        (EvaluationSection, rl.Evaluator, set()),
+        (PublicationSection, rl.Policy, {"way"}),
+        (CheckpointSection, rl.Checkpointing, {"enabled"}),
+    ],
+)
+def test_sections_name_the_keywords_and_defaults_of_their_owners(section: Any, owner: Any, own: set[str]) -> None:
+    """A default that changes in the owner changes in recipes too."""
+    parameters = inspect.signature(owner).parameters
+    for field in dataclasses.fields(section):
+        if field.name in own:
+            continue
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        assert parameters[field.name].default == default, field.name
+
+
+def test_all_sections_are_read(tmp_path: Path) -> None:
+    """Every table of a full recipe arrives at its object."""
+    text = RECIPE.replace('path = "model"', 'source = "env.py:build"\nlora = { r = 4, alpha = 8 }\ndtype = "bfloat16"')
+    text = text.replace("groups_per_step = 2", 'groups_per_step = 2\nloss = "ppo"\nforward_backward_batch = "off"')
+    text = text.replace("lr = 1e-3", 'lr = 1e-3\nweight_decay = 0.1\nschedule = "cosine"\nwarmup = 3\nfloor = 0.1')
+    text += """
+[sampler]
+backend = "sglang"
+urls = ["http://127.0.0.1:30000"]
+
+[rollout]
+seed = 7
+sampling_policy = "segment"
+kv_cache = { on_limit = "refill", allow_reprefill = true }
+
+[budget]
+max_turns = 3
+
+[schedule]
+concurrency = 12
+
+[completion]
+min_members = 3
+
+[truncation]
+train = "reward"
+by_cause = { turns = "zero_reward" }
+
+[loss]
+clip_low = 0.1
+
+[advantage]
+kind = "batchwise"
+standardize = true
+
+[evaluation]
+every = 10
+
+[run]
+log = "json"
+"""
+    recipe = _load(tmp_path, text)
+    assert recipe.model.lora == rl.LoraConfig(r=4, alpha=8)
+    assert recipe.sampler.urls == ("http://127.0.0.1:30000",)
+    assert recipe.rollout.kv_cache == rl.KVCache(on_limit="refill", allow_reprefill=True)
+    assert recipe.budget == rl.Budget(max_turns=3)
+    assert recipe.schedule == rl.Schedule(concurrency=12)
+    assert recipe.completion == rl.GroupCompletion(min_members=3)
+    assert recipe.truncation == rl.Truncation(train="reward", by_cause={"turns": "zero_reward"})
+    assert recipe.loss == {"clip_low": 0.1}
+    assert recipe.advantage == rl.Batchwise(standardize=True)
+    assert recipe.optimizer == rl.Adam(lr=1e-3, weight_decay=0.1, schedule=rl.cosine(warmup=3, floor=0.1))
+    assert recipe.evaluation.every == 10
+    assert recipe.run.log == "json"
+    assert recipe.tables["run"] == {"log": "json"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.group_sise=4"], "trainer: unknown key 'group_sise'; did you mean 'group_size'?"),
+        (["trianer.steps=4"], "recipe: unknown key 'trianer'; did you mean 'trainer'?"),
+        (["trainer.steps=0"], "trainer.steps is 0"),
+        (["trainer.stale_policy=hope"], "trainer.stale_policy is 'hope'"),
+        (["schedule.concurrency=-1"], "schedule.concurrency is -1"),
+        (["budget.max_turns=many"], "budget.max_turns is 'many'"),
+        (
+            [
+                "budget=5",
+            ],
+            "section.key=value",
+        ),
+        (["optimizer.lr=fast"], "optimizer.lr is 'fast'"),
+        (["optimizer.warmap=3"], "optimizer: unknown key 'warmap'; did you mean 'warmup'?"),
+        (["optimizer.warmup=3"], "optimizer.schedule is 'constant', but must be 'cosine'"),
+        (["advantage.kind=gae"], "advantage.kind is 'gae', but must be one of 'group_centered', 'batchwise'"),
+        (["advantage.standardise=true"], "advantage: unknown key 'standardise'; did you mean 'standardize'?"),
+        (["model.source=env.py:build"], "exactly one of path"),
+        (["model.lora.rank=4"], "model.lora: unknown key 'rank'"),
+        (
+            ["sampler.backend=embedded", "sampler.urls=[]", "sampler.servers=2"],
+            "sampler.servers is 2, but must be 1 or left out",
+        ),
+        (["sampler.backend=sglang", "sampler.urls=[]", "sampler.servers=0"], "sampler.servers is 0"),
+        (["sampler.urls=['http://a']"], "sampler.urls is ['http://a']"),
+        (["sampler.backend=sglang", "sampler.urls=['http://a']", "sampler.urls_file=u"], "sampler.urls_file is 'u'"),
+        (["sampler.backend=sglang", "sampler.urls=[]", "sampler.router=http://r"], "sampler.router is 'http://r'"),
+        (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32' or 'bfloat16'"),
+        (["run.log=xml"], "run.log is 'xml'"),
+    ],
+)
+def test_mistakes_name_the_file_the_key_and_the_value(tmp_path: Path, overrides: list[str], message: str) -> None:
+    """One line tells what to change and where."""
+    with pytest.raises(ConfigError) as raised:
+        _load(tmp_path, RECIPE, *overrides)
+    assert str(raised.value).startswith(f"{tmp_path / 'recipe.toml'}: ")
+    assert message in str(raised.value)
+
+
+def test_a_missing_section_names_what_it_needs(tmp_path: Path) -> None:
+    """Required keys are asked for by name, even if their whole table is missing."""
+    with pytest.raises(ConfigError, match=r"env\.factory is missing"):
+        _load(tmp_path, RECIPE.replace('[env]\nfactory = "env.py:Guess"\nlimit = 5\n', ""))
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is missing"):
+        _load(tmp_path, RECIPE.replace("lr = 1e-3", ""))
+
+
+def test_a_value_where_a_section_belongs_is_refused(tmp_path: Path) -> None:
+    """``budget = 5`` is no table."""
+    with pytest.raises(ConfigError, match="budget is 5, but must be a table"):
+        _load(tmp_path, "budget = 5\n" + RECIPE)
+
+
+def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
+    """Missing files and broken TOML are the user's to mend; the message has the file and the place."""
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read: No such file"):
+        load_recipe(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match=r"recipe\.toml: is not TOML: .*line 1"):
+        _load(tmp_path, "steps = = 2")
+
+
+def test_the_servers_key_stays_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe names a variable; the key is read when it is used and is in no value that could be written."""
+    recipe = _load(tmp_path, RECIPE, "sampler.api_key_env=ASYNCRL_TEST_KEY")
+    monkeypatch.setenv("ASYNCRL_TEST_KEY", "hush")
+    assert recipe.sampler.api_key() == "hush"
+    assert "hush" not in repr(recipe)
+    monkeypatch.delenv("ASYNCRL_TEST_KEY")
+    with pytest.raises(ConfigError, match=r"sampler\.api_key_env is 'ASYNCRL_TEST_KEY'"):
+        recipe.sampler.api_key()
+
+
+def test_models_are_cached_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``XDG_CACHE_HOME`` if it is set, else ``~/.cache``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_directory() == Path("/somewhere/asyncrl")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache/asyncrl"
+
+
+def test_every_key_of_the_servers_is_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are read from the environment, and known to whoever writes logs."""
+    monkeypatch.setenv("ASYNCRL_TEST_KEY", "hush")
+    monkeypatch.setenv("ASYNCRL_ADMIN_KEY", "quiet")
+    sampler = _load(
+        tmp_path,
+        RECIPE,
+        "sampler.backend=sglang",
+        "sampler.urls=['http://a']",
+        "sampler.api_key_env=ASYNCRL_TEST_KEY",
+        "sampler.admin_key_env=ASYNCRL_ADMIN_KEY",
+    ).sampler
+    assert (sampler.api_key(), sampler.admin_key()) == ("hush", "quiet")
+    assert sampler.secrets() == ["hush", "quiet"]
