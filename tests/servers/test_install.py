@@ -147,7 +147,7 @@ def test_two_at_once_make_one(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from asyncrl.sampling import install
+from asyncrl.servers import install
 def run(command, directory):
     (directory / "bin").mkdir(exist_ok=True)
     (directory / "bin/python").touch()
