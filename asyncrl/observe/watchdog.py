@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.events import (
     BatchTaken,
     ChunkTrained,
@@ -83,7 +83,7 @@ class Watchdog:
         self._last = 0.0
         # Loop time of the last event.
         self._spoke = False
-        self._woken = Pulse()
+        self._woken = Notifier()
         self._learner: tuple[float, str] | None = None
         # Since when it is waited for, and for what.
         self._taken = 0

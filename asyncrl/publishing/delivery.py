@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, WeightsOverwritten
 from asyncrl.publishing.staging import Release
 from asyncrl.sampling.control import ServerControl
@@ -31,7 +31,7 @@ class Round:
         self._awaited = set(urls)
         self._present: list[ServerControl] = []
         self._outcome: Mapping[str, Exception] | None = None
-        self._changed = Pulse()
+        self._changed = Notifier()
 
     def leave(self, url: str) -> None:
         """``url`` has what it should have, or will not get it: nobody waits for it any longer."""

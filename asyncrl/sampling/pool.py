@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.sampling.deadlines import Pace
 from asyncrl.sampling.held import HeldCall
 from asyncrl.sampling.places import Place
@@ -95,9 +95,9 @@ class Pool:
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._servers = {url: _Server(state=ServerState.LIVE) for url in urls}
-        self.changed = Pulse()
+        self.changed = Notifier()
         """Servers came, went, or changed their state, version or limit."""
-        self.traffic = Pulse()
+        self.traffic = Notifier()
         """A request ended, or the first one began. Only few may wait for this: it happens all the time."""
         self._followers: list[Callable[[int], None]] = []
         self._told_capacity = self.capacity

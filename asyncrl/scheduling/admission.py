@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import StalenessError
 from asyncrl.scheduling.slotwait import SlotWait
 
@@ -69,7 +69,7 @@ class Admission:
         self._expected = 0
         # Groups that the trainer waits for.
         self.slot_wait = SlotWait()
-        self._changed = Pulse()
+        self._changed = Notifier()
 
     @property
     def outstanding(self) -> int:

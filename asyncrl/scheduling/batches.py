@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
@@ -63,7 +63,7 @@ class Batches:
         # The ready groups that no older outstanding one precedes, and the first that is not among them.
         self._sequences = 0
         self._tokens = 0
-        self._changed = Pulse()
+        self._changed = Notifier()
         self._awaited = 0
         self._opener: _Opener | None = None
         # Groups that a trainer at the barrier wants, and who let it pass.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import StalenessError
 
 __all__ = ["PolicyClock"]
@@ -16,7 +16,7 @@ class PolicyClock:
         self.published = version
         self.arriving = version
         """The version that servers may already sample requests with; newer than ``published`` during an update."""
-        self._changed = Pulse()
+        self._changed = Notifier()
 
     def commit(self) -> int:
         """An optimizer step was taken: the new committed version."""

@@ -15,7 +15,7 @@ from itertools import count
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 
 __all__ = ["ProcessorSharing"]
 
@@ -35,7 +35,7 @@ class ProcessorSharing:
         self._tickets = count()
         self._timer: asyncio.TimerHandle | None = None
         # Of the next departure, or earlier: an arrival makes it later, and then the timer is set again.
-        self._turned = Pulse()
+        self._turned = Notifier()
         # Requests are in flight again, or none is.
 
     @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.wireserver import WireError, adapter_error, bad_value
 from asyncrl.testing.theta import find_theta, holds_theta, read_theta
 
@@ -32,7 +32,7 @@ class ScriptedAdapters:
     """SGLang's rules of adapters. ``changed`` is notified by whoever lowers ``users``."""
 
     def __init__(self) -> None:
-        self.changed = Pulse()
+        self.changed = Notifier()
         self.reloaded: list[str] = []
         """Names that came back because a late request had them."""
         self._loaded: dict[str, LoadedTheta] = {}

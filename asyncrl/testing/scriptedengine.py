@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.wireserver import (
     ABORTED,
     ABORTED_WAITING,
@@ -53,7 +53,9 @@ class ScriptedEngine:
     ``changed`` is notified after each change. ``eos``: ids that end a request that does not ignore them.
     """
 
-    def __init__(self, *, limits: ScriptedLimits, eos: frozenset[int], ignores_adapters: bool, changed: Pulse) -> None:
+    def __init__(
+        self, *, limits: ScriptedLimits, eos: frozenset[int], ignores_adapters: bool, changed: Notifier
+    ) -> None:
         self.limits = limits
         self.label = "default"
         """Of the last update that succeeded; requests may carry another one after an update that could not flush."""
@@ -63,8 +65,8 @@ class ScriptedEngine:
         self._eos = eos
         self._ignores_adapters = ignores_adapters
         self._changed = changed
-        self._gate = Pulse()
-        self._drained = Pulse()
+        self._gate = Notifier()
+        self._drained = Notifier()
         self._theta = 0.0
         self._run_label = "default"
         self._live: dict[str, Run] = {}

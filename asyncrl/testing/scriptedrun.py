@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.wireserver import GenerateRequest
 from asyncrl.testing.scriptedadapters import LoadedTheta
 from asyncrl.testing.theta import draw_token, theta_logprobs
@@ -28,7 +28,7 @@ class Run:
     def __init__(self, wire: GenerateRequest, script: Sequence[int] | None, *, seconds: float, held: bool) -> None:
         self.wire = wire
         self.held = held
-        self.changed = Pulse()
+        self.changed = Notifier()
         """Notified when the request is to go on, to stop or to end."""
         self.running = False
         self.abort_sent = False

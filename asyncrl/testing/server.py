@@ -17,7 +17,7 @@ import anyio
 import httpx
 import orjson
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.wireserver import GenerateRequest, WireError, parse_body, parse_generate
 from asyncrl.testing.scriptedengine import ScriptedEngine, ScriptedLimits
 from asyncrl.testing.scriptedroutes import ScriptedRoutes
@@ -87,7 +87,7 @@ class ScriptedServer:
     ) -> None:
         self._tokens = tokens
         self._seconds = seconds
-        self._changed = Pulse()
+        self._changed = Notifier()
         self._engine = ScriptedEngine(
             limits=limits or ScriptedLimits(),
             eos=frozenset(eos),

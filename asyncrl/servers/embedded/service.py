@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import anyio
 import torch
 
-from asyncrl.concurrency.pulse import Pulse
+from asyncrl.concurrency.notifier import Notifier
 from asyncrl.concurrency.worker import Worker
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.servers.embedded.engine import Engine
@@ -81,7 +81,7 @@ class Service:
         self._adapters_change = anyio.Lock()
         # One at a time, as in SGLang: also while an unload waits for the requests that use the adapter.
         self._one_update = anyio.Lock()
-        self._changed = Pulse()
+        self._changed = Notifier()
         self._throughput = Throughput()
 
     @property

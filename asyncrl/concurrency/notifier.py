@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import anyio
 
-__all__ = ["Pulse"]
+__all__ = ["Notifier"]
 
 
-class Pulse:
+class Notifier:
     """Owners notify it after each change; waiters look at their condition again, and only then."""
 
     def __init__(self) -> None:
