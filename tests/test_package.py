@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
+from tests.importgraph import read
 
 ROOT = Path(asyncrl.__file__).parent
 # The shim is a package for SGLang's interpreter, on whose path it is put; it needs torch like the one it stands for.
@@ -42,6 +43,7 @@ LAYERS = [
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 LAZY = {("sampling.sglang", "servers"), ("sampling.sglang", "learning"), ("publishing.policy", "servers")}
 # Servers that a client or a policy starts are imported when they are wanted.
+MOST_ROOMS, MOST_FLOORS = 22, 13
 PURE = ("types", "errors", "events", "plain", "scheduling.rules", "sampling.base", "learning.base", "publishing.base")
 # Values and rules.
 HEAVY = {"torch", "transformers", "peft"}
@@ -116,6 +118,28 @@ def test_a_module_imports_only_rooms_below_its_own(module: str) -> None:
 def test_every_room_has_a_layer() -> None:
     """A new one is put somewhere."""
     assert {room(module) for module in TREES if module != "asyncrl"} == set(LAYER)
+
+
+def test_the_house_is_small_enough_to_walk_through() -> None:
+    """Few rooms, on few floors, without a circle; ``python tests/importgraph.py`` draws them."""
+    graph = read(ROOT, without=frozenset(LAZY))
+    assert graph.circle == ()
+    assert len(graph.rooms) <= MOST_ROOMS
+    assert len(graph.floors) <= MOST_FLOORS
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    """Also one that is hidden in functions; and floors are counted from the ground up."""
+    package = tmp_path / "asyncrl"
+    (package / "two").mkdir(parents=True)
+    (package / "one.py").write_text("import os\n")
+    (package / "two" / "__init__.py").write_text("")
+    (package / "two" / "part.py").write_text("from asyncrl import one\n")
+    (package / "three.py").write_text("from asyncrl.two.part import one\nimport asyncrl.one\n")
+    assert read(package).floors == [["one"], ["two"], ["three"]]
+    (package / "one.py").write_text("def late():\n    from asyncrl.three import one\n")
+    assert set(read(package).circle) == {"one", "three"}
+    assert read(package, without=frozenset({("one", "three")})).circle == ()
 
 
 def test_rules_and_values_do_no_io() -> None:
