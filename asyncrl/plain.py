@@ -14,7 +14,19 @@ from numbers import Real
 from types import NoneType
 from typing import Any, TypeVar
 
-__all__ = ["copied", "error_text", "jsonable", "metric", "number", "numbers", "shortened", "shown", "text", "uncopied"]
+__all__ = [
+    "are_plain",
+    "copied",
+    "error_text",
+    "jsonable",
+    "metric",
+    "number",
+    "numbers",
+    "shortened",
+    "shown",
+    "text",
+    "uncopied",
+]
 
 T = TypeVar("T")
 _SHOWN = 120
@@ -35,9 +47,9 @@ def number(value: object) -> float:
     if isinstance(value, float):
         return float(value)
     try:
-        found = value
-        if not isinstance(value, int) and not isinstance(value, str) and hasattr(value, "item"):
-            found = value.item()
+        if isinstance(value, int):
+            return float(value)
+        found = value.item() if not isinstance(value, str) and hasattr(value, "item") else value
         if isinstance(found, Real | Decimal):
             return float(found)
     except Exception as error:
@@ -47,12 +59,23 @@ def number(value: object) -> float:
 
 def metric(value: object) -> float:
     """A number to be summed: infinities are NaN, because no sum is left of them. Raises as ``number`` does."""
-    found = number(value)
+    found = value if type(value) is float else number(value)
     return math.nan if math.isinf(found) else found
+
+
+def are_plain(metrics: Mapping[object, object]) -> bool:
+    """True if nothing has to be done to make them so. Looked at after each call of an environment."""
+    for key, value in metrics.items():
+        # What is not finite differs from itself by NaN.
+        if type(value) is not float or value - value != 0.0 or type(key) is not str or not key.isascii():
+            return False
+    return True
 
 
 def numbers(values: object) -> dict[str, float]:
     """The metrics among ``values``; what is none, or has no name, is left out."""
+    if type(values) is dict and are_plain(values):
+        return values.copy()
     found: dict[str, float] = {}
     for key, value in values.items() if isinstance(values, dict) else ():
         name = text(key) if isinstance(key, str) else shown(key)

@@ -22,7 +22,7 @@ import orjson
 
 import asyncrl
 from asyncrl.errors import ConfigError, InvalidValue
-from asyncrl.plain import jsonable, metric, number, numbers, shown, text, uncopied
+from asyncrl.plain import are_plain, jsonable, metric, number, numbers, shown, text, uncopied
 from asyncrl.types import Message, Row, Trajectory
 
 __all__ = [
@@ -125,11 +125,13 @@ def checked_messages(value: object, function: Any, *, least: int = 0) -> list[Me
 
 
 def _is_usual(value: object) -> bool:
-    """True for a role and a text, with nothing to mend, as most messages are."""
-    if type(value) is not dict or len(value) != 2:
+    """True for a role, a content and whatever else, all text with nothing to mend, as most messages are."""
+    if type(value) is not dict:
         return False
-    role, content = value.get("role"), value.get("content")
-    return type(content) is str and content.isascii() and type(role) is str and role in ROLES
+    for key, item in value.items():
+        if type(item) is not str or not item.isascii() or type(key) is not str or not key.isascii():
+            return False
+    return "content" in value and value.get("role") in ROLES
 
 
 def _message(value: object, index: int, function: Any) -> Message:
@@ -139,8 +141,7 @@ def _message(value: object, index: int, function: Any) -> Message:
     for key, item in value.items():
         if type(key) is not str:
             refuse(f"a key of message {index}", key, "text", function)
-        plain = type(item) is str and item.isascii()
-        message[text(key)] = item if plain else jsonable(item, partial(_not_json, index, key, function))
+        message[text(key)] = jsonable(item, partial(_not_json, index, key, function))
     role = message.get("role")
     if role not in ROLES:
         refuse(f"the role of message {index}", role, f"one of {', '.join(ROLES)}", function)
@@ -203,7 +204,7 @@ def checked_metrics(traj: Trajectory, function: Any) -> None:
     One that is no number is taken out, and refused: it came in with ``function``, after which this is called.
     """
     found: object = traj.metrics
-    if type(found) is dict and _are_plain(found):
+    if type(found) is dict and are_plain(found):
         return
     traj.metrics = numbers(found)
     if not isinstance(found, dict):
@@ -215,15 +216,6 @@ def checked_metrics(traj: Trajectory, function: Any) -> None:
             metric(value)
         except TypeError:
             refuse(f"metric {shown(key)}", value, "a number", function)
-
-
-def _are_plain(metrics: Mapping[object, object]) -> bool:
-    """True if nothing has to be done. Looked at after each call of an environment."""
-    for key, value in metrics.items():
-        # What is not finite differs from itself by NaN.
-        if type(value) is not float or value - value != 0.0 or type(key) is not str or not key.isascii():
-            return False
-    return True
 
 
 def checked_state(value: object, function: Any) -> bytes:
