@@ -139,7 +139,7 @@ def _message(value: object, index: int, function: Any) -> Message:
         refuse(f"message {index}", value, "a dict with role and content", function)
     message: Message = {}
     for key, item in value.items():
-        if type(key) is not str:
+        if not isinstance(key, str):
             refuse(f"a key of message {index}", key, "text", function)
         message[text(key)] = jsonable(item, partial(_not_json, index, key, function))
     role = message.get("role")

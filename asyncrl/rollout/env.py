@@ -189,12 +189,12 @@ async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
     calls = traj.tool_calls
     replies = [await _reply(calls[0], tools, env)] if len(calls) == 1 else await _together(calls, tools, env)
     for call, reply in zip(calls, replies, strict=True):
-        traj.add_metric("tool_calls", 1)
-        traj.add_metric("tool_errors", reply.failed)
+        traj.add_metric("tool_calls", 1.0)
+        traj.add_metric("tool_errors", 1.0 if reply.failed else 0.0)
         traj.add_metric("tool_seconds", reply.seconds)
         if call.name in tools:  # what a model makes up must not become a metric
             traj.add_seconds(f"tool {call.name}", reply.seconds)
-            traj.add_metric(f"tool_calls/{call.name}", 1)
+            traj.add_metric(f"tool_calls/{call.name}", 1.0)
     return [
         {"role": "tool", "name": call.name[:_NAME], "tool_call_id": call.id, "content": reply.content}
         for call, reply in zip(calls, replies, strict=True)
