@@ -86,7 +86,7 @@ async def _sampler(model: Path) -> AsyncGenerator[SGLang, None]:
     """A server with the model, and a client."""
     async with AsyncExitStack() as stack:
         if await anyio.to_thread.run_sync(installed_python) is None:
-            url = await stack.enter_async_context(EmbeddedServer(model))
+            (url,) = await stack.enter_async_context(EmbeddedServer(model).opened())
         else:
             options = SGLangOptions(
                 model=model, device="cpu", lora=rl.LoraConfig(r=16), max_total_tokens=4096, context_length=512

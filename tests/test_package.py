@@ -41,8 +41,8 @@ LAYERS = [
     ["__main__"],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-LAZY = {("sampling.sglang", "servers"), ("sampling.sglang", "learning"), ("publishing.policy", "servers")}
-# Servers that a client or a policy starts are imported when they are wanted.
+LAZY = {("sampling.sglang", "servers")}
+# Servers that a client starts are imported when they are wanted.
 MOST_ROOMS, MOST_FLOORS = 22, 13
 PURE = ("types", "errors", "events", "plain", "scheduling.rules", "sampling.base", "learning.base", "publishing.base")
 # Values and rules.

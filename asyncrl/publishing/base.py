@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from asyncrl.sampling.base import Address
 
-__all__ = ["BUCKET_BYTES", "Publication", "Publisher", "VersionKeeper"]
-
-Publication: TypeAlias = Literal["disk", "tensors", "distributed"]
-"""How a version travels: in a folder that servers read, in requests, or (full weights) through a process group."""
+__all__ = ["BUCKET_BYTES", "Publisher", "VersionKeeper"]
 
 BUCKET_BYTES = 256 * 2**20
 """Of one piece of the weights: a server holds it beside its weights, and as base64 it is a third larger."""

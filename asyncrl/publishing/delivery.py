@@ -14,8 +14,8 @@ import anyio
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, WeightsOverwritten
 from asyncrl.publishing.staging import Release
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.sglang import SGLang
 
 __all__ = ["Delivery", "Install", "Round"]
 
@@ -88,10 +88,10 @@ It may be called again for a release that the server already has.
 
 
 class Delivery:
-    """Owns what the servers must hold: the last release given to ``to_all``."""
+    """Owns what the servers must hold: the last release given to ``to_all``. Their fleet calls ``restore``."""
 
-    def __init__(self, sampler: SGLang, install: Install) -> None:
-        self._sampler = sampler
+    def __init__(self, fleet: ServerFleet, install: Install) -> None:
+        self._fleet = fleet
         self._install = install
         self._release: Release | None = None
         self._differences: dict[str, float] = {}
@@ -101,7 +101,6 @@ class Delivery:
         self._joining: dict[str, ServerControl] = {}
         # Servers on their way back that have some release, if not the newest. They take part in the next delivery:
         # with versions coming faster than one is installed, a server by itself would always be one behind.
-        sampler.restore_with(self._restore)
 
     async def to_all(self, release: Release) -> float:
         """Deliver to every server that takes requests; one that fails is quarantined until it could be restored.
@@ -112,7 +111,7 @@ class Delivery:
         self._release = release
         self._differences.clear()
         self._failures.clear()
-        servers = [*self._sampler.live, *self._joining.values()]
+        servers = [*self._fleet.live, *self._joining.values()]
         together = Round(server.url for server in servers)
         async with anyio.create_task_group() as tasks:
             for server in servers:
@@ -122,14 +121,14 @@ class Delivery:
                 raise failure
         try:
             # A server that returns meanwhile was restored to this release, because that was set first.
-            await self._sampler.wait_live()
+            await self._fleet.wait_live()
         except ServerUnavailable as error:
             reasons = "; ".join(str(failure) for failure in self._failures.values())
             raise PublicationError(f"no server took version {release.version}: {reasons or error}") from error
         return max(self._differences.values())
 
     async def _deliver(self, server: ServerControl, release: Release, together: Round) -> None:
-        limit_s = self._sampler.timeouts.publication_s
+        limit_s = self._fleet.timeouts.publication_s
         try:
             with anyio.fail_after(limit_s):
                 await self._install_once(server, release, together)
@@ -141,10 +140,10 @@ class Delivery:
         finally:
             together.leave(server.url)
         if server.url in self._failures:
-            self._sampler.quarantine(server.url, str(self._failures[server.url]))
+            self._fleet.quarantine(server.url, str(self._failures[server.url]))
 
-    async def _restore(self, server: ServerControl) -> None:
-        """Install whatever is the release at the end of the installation."""
+    async def restore(self, server: ServerControl) -> None:
+        """Install on a server that was away whatever is the release at the end of the installation."""
         self._installed.pop(server.url, None)
         try:
             while (release := self._release) is not None and release is not self._installed.get(server.url):

@@ -19,10 +19,10 @@ from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Folders, Release, Staging
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import Address
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
-from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.scheduling.rules import KVCache
 
@@ -62,7 +62,7 @@ def check_pause_mode(pause_mode: PauseMode, kv_cache: KVCache | None) -> None:
 
 
 class FullPublisher:
-    """Publishes all weights to the servers of ``sampler``.
+    """Publishes all weights to the servers of ``fleet``.
 
     ``carrier``: how they travel.
     ``pause_mode``: what becomes of running requests. ``retract`` computes their context again under the new weights, as
@@ -75,7 +75,7 @@ class FullPublisher:
     def __init__(
         self,
         learner: Learner,
-        sampler: SGLang,
+        fleet: ServerFleet,
         carrier: Carrier,
         *,
         pause_mode: PauseMode = "retract",
@@ -84,7 +84,7 @@ class FullPublisher:
         writer: Writer | None = None,
     ) -> None:
         check_pause_mode(pause_mode, kv_cache)
-        self._sampler = sampler
+        self._fleet = fleet
         self._carrier = carrier
         self._staging = Staging(learner, carrier.store, probe)
         self._pause_mode = pause_mode
@@ -92,9 +92,8 @@ class FullPublisher:
         self.newest = -1
         """The newest published version; -1: none."""
         self._releases: dict[int, Release] = {}
-        self._delivery = Delivery(sampler, self._install)
-        sampler.in_place_updates = pause_mode == "in_place"
-        sampler.labels.claim(writer or Writer())
+        self._delivery = Delivery(fleet, self._install)
+        fleet.claim(writer or Writer(), self._delivery.restore, in_place=pause_mode == "in_place")
 
     @property
     def pins_versions(self) -> bool:
@@ -139,10 +138,10 @@ class FullPublisher:
             # Its cache may have been filled under weights that were half replaced.
             mode, prefixes = "retract", Prefixes(flush=True, oldest_anchor=None)
         elif prefixes.oldest_anchor is not None:
-            await self._sampler.abort_older(server.url, prefixes.oldest_anchor)
-        label = self._sampler.labels.give(release.version)
+            await self._fleet.abort_older(server.url, prefixes.oldest_anchor)
+        label = self._fleet.labels.give(release.version)
         await replace_weights(
-            self._sampler,
+            self._fleet,
             server,
             label,
             lambda: self._carrier.update(server, release.version, label, together),
@@ -154,7 +153,7 @@ class FullPublisher:
 
 
 async def replace_weights(
-    sampler: SGLang,
+    fleet: ServerFleet,
     server: ServerControl,
     label: str,
     update: Callable[[], Awaitable[None]],
@@ -172,10 +171,10 @@ async def replace_weights(
         await update()
         if flush:
             await server.flush()
-        sampler.labels.verify(server.url, await server.weight_label(), label)
+        fleet.labels.verify(server.url, await server.weight_label(), label)
     except BaseException as error:
         # The weights may be half replaced: no request may go on under them, so this comes before continue_.
-        sampler.quarantine(server.url, f"its update to {label} failed: {error!r}")
+        fleet.quarantine(server.url, f"its update to {label} failed: {error!r}")
         with anyio.CancelScope(shield=True), suppress(SamplingError):
             await server.continue_()
         raise

@@ -26,10 +26,10 @@ from asyncrl.publishing.delivery import Delivery, Round
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Copies, Folders, Release, Staging, Store
 from asyncrl.publishing.unloading import Unloading
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import Address
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
-from asyncrl.sampling.sglang import SGLang
 from asyncrl.types import FloatArray
 
 __all__ = ["AdapterCarrier", "DiskAdapters", "LoraPublisher", "TensorAdapters"]
@@ -87,7 +87,7 @@ class TensorAdapters:
 
 
 class LoraPublisher:
-    """Publishes the learner's adapter to the servers of ``sampler``.
+    """Publishes the learner's adapter to the servers of ``fleet``.
 
     ``carrier``: how it travels.
     ``name``: how adapters' names begin, for whoever reads them. ``probe``: None makes one for the learner's model.
@@ -98,7 +98,7 @@ class LoraPublisher:
     def __init__(
         self,
         learner: Learner,
-        sampler: SGLang,
+        fleet: ServerFleet,
         carrier: AdapterCarrier,
         name: str,
         *,
@@ -108,7 +108,7 @@ class LoraPublisher:
         if not _NAME.fullmatch(name):
             raise ConfigError.for_value("policy.name", name, "letters, digits, '.', '_' and '-'")
         writer = writer or Writer()
-        self._sampler = sampler
+        self._fleet = fleet
         self._carrier = carrier
         self._staging = Staging(learner, carrier.store, probe)
         # A name is never used twice, not even by a run that resumes: servers may remember what it was.
@@ -118,9 +118,9 @@ class LoraPublisher:
         self.newest = -1
         """The newest published version; -1: none."""
         self._holders: Counter[int] = Counter()
-        self._unloading = Unloading(sampler, self._staging.remove)
-        self._delivery = Delivery(sampler, self._install)
-        sampler.labels.claim(writer)
+        self._unloading = Unloading(fleet, self._staging.remove)
+        self._delivery = Delivery(fleet, self._install)
+        fleet.claim(writer, self._delivery.restore)
 
     @property
     def pins_versions(self) -> bool:
@@ -138,11 +138,11 @@ class LoraPublisher:
         if isinstance(store, Folders):
             adopted = await store.adopt(versions)
             for error in store.damaged:
-                self._sampler.notice("adapter_damaged", reason=str(error))
+                self._fleet.notice("adapter_damaged", reason=str(error))
         for version, reference in adopted.items():
             self._releases[version] = Release(version=version, reference=reference)
             if reference is None:
-                self._sampler.notice("version_not_checked", version=version, reason="nothing was kept to compare with")
+                self._fleet.notice("version_not_checked", version=version, reason="nothing was kept to compare with")
         return frozenset(adopted)
 
     async def publish(self, version: int) -> float:
@@ -182,7 +182,7 @@ class LoraPublisher:
                     await server.unload_adapter(name)
 
         async with anyio.create_task_group() as tasks:
-            for server in self._sampler.live:
+            for server in self._fleet.live:
                 tasks.start_soon(leave, server)
 
     def _name(self, version: int) -> str:
@@ -203,7 +203,7 @@ class LoraPublisher:
                 # The server may be another program than the one that was compared when this version was published.
                 unchecked.append(other)
         differences = [await self._check(server, other, below) for other in unchecked]
-        self._sampler.labels.hold(server.url, below)
+        self._fleet.labels.hold(server.url, below)
         ours = {self._name(version) for version in self._releases}
         self._unloading.sweep(server, [name for name in loaded - ours if self._ours.fullmatch(name)])
         return differences[0]

@@ -6,25 +6,20 @@ import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
 from asyncrl.concurrency.endings import Endings
-from asyncrl.errors import ConfigError, require_choice, require_count
+from asyncrl.errors import ConfigError
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner, model_vocab_size
-from asyncrl.publishing.base import BUCKET_BYTES, Publication, Publisher
-from asyncrl.publishing.carriers import Carrier, DiskCarrier, TensorCarrier
-from asyncrl.publishing.distributed import DistributedCarrier
-from asyncrl.publishing.full import FullPublisher, check_pause_mode
+from asyncrl.publishing.base import BUCKET_BYTES, Publisher
+from asyncrl.publishing.full import check_pause_mode
 from asyncrl.publishing.home import owned, run_of
-from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
-from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.rolling import RollingPublisher
-from asyncrl.publishing.staging import Folders
+from asyncrl.publishing.methods import Home, Publication, PublicationOptions, make_publisher
+from asyncrl.sampling.backend import SamplingBackend, as_backend
 from asyncrl.sampling.base import Sampler
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
@@ -33,18 +28,13 @@ from asyncrl.scheduling.rules import KVCache
 
 __all__ = ["OpenPolicy", "Policy"]
 
-_PHASES = 5
-# Of a publication through a process group: waiting for pauses, joining, sending; and once more, server by server.
-_LEAVE_S = 5.0
-# For unloading what servers need no longer when the run ends.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPolicy:
     """A policy that is up: the model is loaded and the servers answer. No version is published yet."""
 
     learner: Learner
-    sampler: Sampler
+    sampler: SamplingBackend
     publisher: Publisher
 
 
@@ -52,11 +42,12 @@ class Policy:
     """What is trained and sampled. Each run starts from the model in the learner's folder.
 
     ``learner``: the parameters, for example ``rl.TorchLearner("models/qwen")``.
-    ``sampler``: ``rl.SGLang([..urls..])``; None starts the embedded server in a process of its own on this machine.
+    ``sampler``: ``rl.SGLang([..urls..])``; None starts the embedded server in a process of its own on this machine,
+    with ``sampler_threads`` threads of torch.
     ``directory``: where published versions are written, readable by the servers; the newest is left there as the
     result. None is a temporary folder. With another ``publication`` than "disk" it gets the result only.
     ``publication``: how versions reach the servers. "tensors" and "distributed" need no common file system.
-    ``bucket_bytes``: of one piece of the weights on these ways.
+    ``bucket_bytes``: of one piece of the weights with these methods.
     ``name``: how the names of adapters begin on the servers. What tells runs apart comes after it.
     ``pause_mode``: what an update of all weights does to requests under way.
     ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
@@ -79,37 +70,27 @@ class Policy:
         pause_mode: PauseMode = "retract",
         probe_tolerance: float = 1e-3,
     ) -> None:
-        require_choice("publication.way", publication, Publication)
-        require_choice("publication.pause_mode", pause_mode, PauseMode)
-        require_count("publication.bucket_bytes", bucket_bytes, least=1)
-        if not probe_tolerance > 0:
-            raise ConfigError.for_value("publication.probe_tolerance", probe_tolerance, "more than 0")
-        if publication == "distributed" and learner.lora_rank is not None:
-            raise ConfigError(
-                "publication.way is 'distributed', which sends all weights, and the learner trains a LoRA adapter: use "
-                "'disk' or 'tensors'"
-            )
-        if publication == "tensors" and sampler is None:
-            raise ConfigError(
-                "publication.way is 'tensors', which the embedded server does not take: use 'disk', or SGLang servers"
-            )
+        self._publication = PublicationOptions(
+            method=publication,
+            name=name,
+            bucket_bytes=bucket_bytes,
+            pause_mode=pause_mode,
+            probe_tolerance=probe_tolerance,
+        )
+        self._publication.check(lora=learner.lora_rank is not None, embedded=sampler is None)
         self.learner = learner
-        self._sampler = sampler
+        self._sampler = as_backend(sampler or SGLang.embedded(learner.model_path, threads=sampler_threads))
+        if publisher is None and self._sampler.fleet is None:
+            raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
         self._publisher = publisher
         self._directory = None if directory is None else Path(directory).resolve()
-        self._name = name
         self._resumed_in: Path | None = None
-        self._sampler_threads = sampler_threads
-        self._publication = publication
-        self._bucket_bytes = bucket_bytes
-        self._pause_mode: PauseMode = pause_mode
-        self._probe_tolerance = probe_tolerance
         self._in_use = False
 
     @property
     def opens_connections(self) -> bool:
         """True if each sampling request has a connection of its own."""
-        return self._sampler is None or isinstance(self._sampler, SGLang)
+        return self._sampler.opens_connections
 
     def keeps_versions(self, kv_cache: KVCache | None) -> bool:
         """True if a trajectory can keep its version while newer ones are published.
@@ -119,8 +100,7 @@ class Policy:
         """
         if self._publisher is not None:
             return self._publisher.pins_versions
-        many = isinstance(self._sampler, SGLang) and self._sampler.may_be_many
-        return self.learner.lora_rank is not None or (many and kv_cache is None)
+        return self.learner.lora_rank is not None or (self._sampler.may_be_many and kv_cache is None)
 
     def keep_versions_in(self, directory: Path) -> None:
         """Write published versions there, unless the policy was given a folder of its own.
@@ -134,7 +114,7 @@ class Policy:
     def check_kv_cache(self, kv_cache: KVCache | None) -> None:
         """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
         if self._publisher is None and self.learner.lora_rank is None:
-            check_pause_mode(self._pause_mode, kv_cache)
+            check_pause_mode(self._publication.pause_mode, kv_cache)
 
     @asynccontextmanager
     async def opened(self, events: Events, *, kv_cache: KVCache | None = None) -> AsyncGenerator[OpenPolicy, None]:
@@ -150,50 +130,41 @@ class Policy:
         async with Endings() as stack:
             self._in_use = True
             stack.callback(self._free)
-            writer = Writer() if self._publisher else await anyio.to_thread.run_sync(self._own, stack)
-            sampler = self._sampler
-            if isinstance(sampler, SGLang):
-                stack.callback(sampler.events.subscribe(events.emit))
-                await self._require_ids(sampler)
-            if sampler is not None and not self._starts_servers:
-                await stack.enter_async_context(sampler.opened())
+            home, vocab_size = None, None
+            if self._publisher is None:
+                home = await anyio.to_thread.run_sync(self._own, stack)
+                # Some servers do not survive ids outside of the vocabulary.
+                vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
+            servers = self._sampler.opened(vocab_size=vocab_size, events=events)
+            if not self._sampler.starts_servers:
+                await stack.enter_async_context(servers)
             loaded = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.push_async_callback(self.learner.close)
             tasks.start_soon(self._load, loaded)
-            if sampler is None:
-                from asyncrl.servers.launch import EmbeddedServer
-
-                server = EmbeddedServer(self.learner.model_path, threads=self._sampler_threads)
-                url = await stack.enter_async_context(server)
-                sampler = SGLang([url])
-                stack.callback(sampler.events.subscribe(events.emit))
-                await self._require_ids(sampler)
-            if self._starts_servers:
-                await stack.enter_async_context(sampler.opened())
+            if self._sampler.starts_servers:
+                await stack.enter_async_context(servers)
             await loaded.wait()
-            publisher = self._publisher or await self._make_publisher(sampler, stack, kv_cache, writer)
-            if isinstance(publisher, LoraPublisher) and not self._starts_servers:
-                stack.push_async_callback(_leave, publisher)
-            yield OpenPolicy(learner=self.learner, sampler=sampler, publisher=publisher)
-            if isinstance(publisher, FullPublisher | LoraPublisher | RollingPublisher) and self._publication != "disk":
-                await self._leave_result(publisher.newest)
+            publisher, fleet = self._publisher, self._sampler.fleet
+            if publisher is None:
+                assert home is not None and fleet is not None, "see __init__"
+                publisher = await make_publisher(self._publication, self.learner, fleet, home, stack, kv_cache=kv_cache)
+            yield OpenPolicy(learner=self.learner, sampler=self._sampler, publisher=publisher)
 
-    @property
-    def _starts_servers(self) -> bool:
-        """True if they need as long as the model to be there."""
-        return self._sampler is None or (isinstance(self._sampler, SGLang) and self._sampler.starts_servers)
-
-    async def _require_ids(self, sampler: SGLang) -> None:
-        """Let the client refuse ids outside of the vocabulary, which some servers do not survive."""
-        if sampler.vocab_size is None and self._publisher is None:
-            sampler.vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
-
-    def _own(self, stack: AsyncExitStack) -> Writer:
-        """Take the folder of the versions into use; whose versions they are."""
-        if self._directory is not None:
-            stack.enter_context(owned(self._directory))
-        return Writer() if self._resumed_in is None else Writer(run=run_of(self._resumed_in))
+    def _own(self, stack: AsyncExitStack) -> Home:
+        """Take the folder of the versions into use."""
+        directory = self._directory
+        if directory is None:
+            temporary = tempfile.TemporaryDirectory(prefix="asyncrl-")
+            stack.callback(temporary.cleanup)
+        else:
+            stack.enter_context(owned(directory))
+        return Home(
+            directory=Path(temporary.name) if directory is None else directory,
+            is_temporary=directory is None,
+            own=self._resumed_in is not None and directory == self._resumed_in,
+            writer=Writer() if self._resumed_in is None else Writer(run=run_of(self._resumed_in)),
+        )
 
     def _free(self) -> None:
         self._in_use = False
@@ -201,64 +172,3 @@ class Policy:
     async def _load(self, loaded: anyio.Event) -> None:
         await self.learner.open()
         loaded.set()
-
-    def _versions_directory(self, stack: AsyncExitStack) -> Path:
-        if self._directory is not None:
-            return self._directory
-        temporary = tempfile.TemporaryDirectory(prefix="asyncrl-")
-        stack.callback(temporary.cleanup)
-        return Path(temporary.name)
-
-    @property
-    def _owns_leftovers(self) -> bool:
-        """True if versions that are on disk already are this run's, from before it was resumed."""
-        return self._resumed_in is not None and self._directory == self._resumed_in
-
-    async def _leave_result(self, version: int) -> None:
-        """What a publication from disk leaves by itself."""
-        if self._directory is not None and version >= 0:
-            await Folders(self.learner, self._directory).stage(version)
-
-    async def _make_publisher(
-        self, sampler: Sampler, stack: AsyncExitStack, kv_cache: KVCache | None, writer: Writer
-    ) -> Publisher:
-        if not isinstance(sampler, SGLang):
-            raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
-        make_probe = partial(Probe.for_model, self.learner.model_path, tolerance=self._probe_tolerance)
-        probe = await anyio.to_thread.run_sync(make_probe)
-        if self.learner.lora_rank is not None:
-            adapters = (
-                DiskAdapters(self.learner, self._versions_directory(stack), own=self._owns_leftovers)
-                if self._publication == "disk"
-                else TensorAdapters(self.learner)
-            )
-            return LoraPublisher(self.learner, sampler, adapters, self._name, probe=probe, writer=writer)
-        carrier = self._carrier(sampler, stack)
-        if kv_cache is None and len(sampler.urls) > 1:
-            return RollingPublisher(self.learner, sampler, carrier, probe=probe, writer=writer)
-        return FullPublisher(
-            self.learner,
-            sampler,
-            carrier,
-            pause_mode=self._pause_mode,
-            kv_cache=kv_cache,
-            probe=probe,
-            writer=writer,
-        )
-
-    def _carrier(self, sampler: SGLang, stack: AsyncExitStack) -> Carrier:
-        """How all weights travel."""
-        if self._publication == "disk":
-            return DiskCarrier(self.learner, self._versions_directory(stack), own=self._owns_leftovers)
-        if self._publication == "tensors":
-            return TensorCarrier(self.learner, bucket_bytes=self._bucket_bytes)
-        phase_s = sampler.timeouts.publication_s / _PHASES
-        carrier = DistributedCarrier(self.learner, phase_s=phase_s, bucket_bytes=self._bucket_bytes)
-        stack.push_async_callback(carrier.close)
-        return carrier
-
-
-async def _leave(publisher: LoraPublisher) -> None:
-    """Servers of somebody else's go on without us."""
-    with anyio.move_on_after(_LEAVE_S, shield=True):
-        await publisher.leave()

@@ -28,10 +28,10 @@ from asyncrl.publishing.delivery import Round
 from asyncrl.publishing.full import replace_weights
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.staging import Release, Staging
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import Address
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
-from asyncrl.sampling.sglang import SGLang
 
 __all__ = ["RollingPublisher", "may_change"]
 
@@ -62,7 +62,7 @@ def may_change(serving: Mapping[str, int], held: Collection[int], newest: int) -
 
 
 class RollingPublisher:
-    """Publishes all weights to the servers of ``sampler``, which must be at least two.
+    """Publishes all weights to the servers of ``fleet``, which must be at least two.
 
     ``carrier``: how they travel. ``probe``: None makes one for the learner's model. ``writer``: whose weights they are;
     None is a run of its own.
@@ -75,13 +75,13 @@ class RollingPublisher:
     def __init__(
         self,
         learner: Learner,
-        sampler: SGLang,
+        fleet: ServerFleet,
         carrier: Carrier,
         *,
         probe: Probe | None = None,
         writer: Writer | None = None,
     ) -> None:
-        self._sampler = sampler
+        self._fleet = fleet
         self._carrier = carrier
         self._staging = Staging(learner, carrier.store, probe)
         self.newest = -1
@@ -95,8 +95,7 @@ class RollingPublisher:
         self._locks: dict[str, anyio.Lock] = {}
         self._differences: dict[int, float] = {}
         self._mismatch: ProbeMismatch | WeightsOverwritten | None = None
-        sampler.labels.claim(writer or Writer())
-        sampler.restore_with(self._restore)
+        fleet.claim(writer or Writer(), self._restore)
 
     @property
     def pins_versions(self) -> bool:
@@ -141,17 +140,17 @@ class RollingPublisher:
         """Wait for a server with ``version``, however long the trajectories take that hold what all servers have."""
 
         def decided() -> bool:
-            versions = self._sampler.versions
+            versions = self._fleet.versions
             return version in versions.values() or self._mismatch is not None or not versions
 
         while True:
-            await self._sampler.wait_until(decided)
+            await self._fleet.wait_until(decided)
             if self._mismatch is not None:
                 raise self._mismatch
-            if version in self._sampler.versions.values():
+            if version in self._fleet.versions.values():
                 return
             try:
-                await self._sampler.wait_live()
+                await self._fleet.wait_live()
             except ServerUnavailable as error:
                 raise PublicationError(f"no server took version {version}: {error}") from error
 
@@ -163,7 +162,7 @@ class RollingPublisher:
     @property
     def _serving(self) -> dict[str, int]:
         """What each server has or is about to have; a server that is away has nothing."""
-        has = {url: version for url, version in self._sampler.versions.items() if version is not None}
+        has = {url: version for url, version in self._fleet.versions.items() if version is not None}
         return has | self._targets
 
     def _roll(self) -> None:
@@ -172,18 +171,18 @@ class RollingPublisher:
             return
         # Before the first publication servers hold nothing of ours.
         serving = self._serving
-        fresh = [url for url in self._sampler.versions if url not in serving]
+        fresh = [url for url in self._fleet.versions if url not in serving]
         # The last server left serves the published version to whoever starts; it changes when nobody is under way.
         held = self._held if len(serving) > 1 else set(self._holders)
         changing = {*fresh, *may_change(serving, held, self._target.version)} - self._targets.keys()
-        for server in self._sampler.live:
+        for server in self._fleet.live:
             if server.url in changing:
                 self._targets[server.url] = self._target.version
-                self._sampler.spawn(partial(self._change, server, self._target))
+                self._fleet.spawn(partial(self._change, server, self._target))
 
     async def _change(self, server: ServerControl, release: Release) -> None:
         """Bring one server to ``release``; one that fails is quarantined until it could be restored."""
-        limit_s = self._sampler.timeouts.publication_s
+        limit_s = self._fleet.timeouts.publication_s
         try:
             with anyio.fail_after(limit_s):
                 await self._install(server, release)
@@ -191,7 +190,7 @@ class RollingPublisher:
             if isinstance(error, ProbeMismatch | WeightsOverwritten):
                 self._mismatch = error
             reason = str(error) or f"it did not take version {release.version} within {limit_s:g} s"
-            self._sampler.quarantine(server.url, reason)
+            self._fleet.quarantine(server.url, reason)
         finally:
             self._targets.pop(server.url, None)
         # A newer version may have come meanwhile, or this one still needs a server.
@@ -223,14 +222,14 @@ class RollingPublisher:
 
     async def _install(self, server: ServerControl, release: Release) -> None:
         """Replace the weights of a server that has no request of ours."""
-        label = self._sampler.labels.give(release.version)
+        label = self._fleet.labels.give(release.version)
         alone = Round([server.url], returning=True)
         # A change and a return may meet on one server; pauses and updates of the two must not interleave.
         async with self._locks.setdefault(server.url, anyio.Lock()):
-            self._sampler.serving(server.url, None)
-            await self._sampler.vacate(server.url)
+            self._fleet.serving(server.url, None)
+            await self._fleet.vacate(server.url)
             await replace_weights(
-                self._sampler,
+                self._fleet,
                 server,
                 label,
                 lambda: self._carrier.update(server, release.version, label, alone),
@@ -238,9 +237,9 @@ class RollingPublisher:
                 flush=True,
             )
             self._differences[release.version] = await self._staging.check(server, release)
-            self._sampler.serving(server.url, release.version)
+            self._fleet.serving(server.url, release.version)
 
     def _remove_unused(self) -> None:
         in_use = self._held | set(self._serving.values())
         for version in [old for old in self._releases if old < self.newest and old not in in_use]:
-            self._sampler.spawn(partial(self._staging.remove, self._releases.pop(version)))
+            self._fleet.spawn(partial(self._staging.remove, self._releases.pop(version)))

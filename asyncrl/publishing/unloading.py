@@ -16,9 +16,9 @@ import anyio
 
 from asyncrl.errors import RequestRefused, SamplingError
 from asyncrl.publishing.staging import Release
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.recovery import BackOff
-from asyncrl.sampling.sglang import SGLang
 
 __all__ = ["Unloading"]
 
@@ -39,8 +39,8 @@ class _Retired:
 class Unloading:
     """Owns the adapters that are on their way out. ``remove`` forgets what was staged of one."""
 
-    def __init__(self, sampler: SGLang, remove: Callable[[Release], Awaitable[None]]) -> None:
-        self._sampler = sampler
+    def __init__(self, fleet: ServerFleet, remove: Callable[[Release], Awaitable[None]]) -> None:
+        self._fleet = fleet
         self._remove = remove
         self._retired: dict[str, _Retired] = {}
         self._at_work: set[str] = set()
@@ -50,11 +50,11 @@ class Unloading:
     def retire(self, name: str, release: Release) -> None:
         """Have all servers in use unload ``name``, then remove ``release``."""
         retired = self._retired[name] = _Retired(name=name, release=release)
-        retired.urls.update(server.url for server in self._sampler.live)
-        for server in self._sampler.live:
+        retired.urls.update(server.url for server in self._fleet.live)
+        for server in self._fleet.live:
             self._start(server)
         if not retired.urls:
-            self._sampler.spawn(partial(self._settle, retired))
+            self._fleet.spawn(partial(self._settle, retired))
 
     def sweep(self, server: ServerControl, names: Iterable[str]) -> None:
         """Have ``server`` unload what it has and should not."""
@@ -65,7 +65,7 @@ class Unloading:
     def _start(self, server: ServerControl) -> None:
         if server.url not in self._at_work:
             self._at_work.add(server.url)
-            self._sampler.spawn(partial(self._work, server))
+            self._fleet.spawn(partial(self._work, server))
 
     def _due(self, url: str) -> list[_Retired]:
         return [retired for retired in self._retired.values() if url in retired.urls]
@@ -85,7 +85,7 @@ class Unloading:
         self._at_work.discard(server.url)
 
     def _takes_requests(self, server: ServerControl) -> bool:
-        return any(server.url == live.url for live in self._sampler.live)
+        return any(server.url == live.url for live in self._fleet.live)
 
     async def _let_go(self, retired: _Retired, url: str) -> None:
         retired.urls.discard(url)
@@ -100,7 +100,7 @@ class Unloading:
             await self._remove(retired.release)
         except OSError as error:
             version = retired.release.version
-            self._sampler.notice("version_not_removed", version=version, reason=repr(error))
+            self._fleet.notice("version_not_removed", version=version, reason=repr(error))
 
     async def _unload(self, server: ServerControl, name: str) -> bool:
         """True if ``server`` has let go of the adapter."""
@@ -113,6 +113,6 @@ class Unloading:
                     if name in await server.adapters():
                         raise
         except (SamplingError, TimeoutError) as error:
-            self._sampler.notice("adapter_not_unloaded", url=server.url, adapter=name, reason=repr(error))
+            self._fleet.notice("adapter_not_unloaded", url=server.url, adapter=name, reason=repr(error))
             return False
         return True

@@ -129,6 +129,7 @@ class _UnmadeLearner:
     """As much of a learner as the checks of a run look at."""
 
     lora_rank: int | None
+    model_path: Path = Path("not-made-yet")
 
 
 def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, directory: Path | None) -> ComposedRun:
@@ -138,8 +139,8 @@ def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, d
         sampler=_sampler(recipe, model, directory),
         directory=None if directory is None else directory / "adapters",
         sampler_threads=recipe.sampler.threads,
-        publication=recipe.publication.way,
-        **_keywords(recipe.publication, without=("way",)),
+        publication=recipe.publication.method,
+        **_keywords(recipe.publication, without=("method",)),
     )
     engine = RolloutEngine(policy, env=parts.env, **engine_options(recipe))
     trainer = AsyncTrainer(

@@ -24,7 +24,8 @@ from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam, cosine
 from asyncrl.learning.torch_learner import DType
 from asyncrl.plain import shown
-from asyncrl.publishing.base import BUCKET_BYTES, Publication
+from asyncrl.publishing.base import BUCKET_BYTES
+from asyncrl.publishing.methods import Publication
 from asyncrl.recipe.tables import Table, override, parse_tables, read_table, require_known
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.failures import Failures
@@ -174,12 +175,12 @@ class SamplerSection:
 class PublicationSection:
     """``[publication]``: how a new version reaches the servers; see ``Policy``."""
 
-    way: Publication = "disk"
+    method: Publication = "disk"
     """"tensors" and "distributed" (full weights only) need no file system that servers share."""
     pause_mode: PauseMode = "retract"
     """Full weights: what becomes of requests that run when an update comes."""
     bucket_bytes: int = BUCKET_BYTES
-    """Of one piece of the weights, on other ways than "disk"."""
+    """Of one piece of the weights, with other methods than "disk"."""
     probe_tolerance: float = 1e-3
     """Largest log-probability difference between servers and learner; bfloat16 needs some tenths."""
 

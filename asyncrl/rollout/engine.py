@@ -34,8 +34,7 @@ from asyncrl.rollout.opening import open_renderer
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
-from asyncrl.sampling.base import Sampler
-from asyncrl.sampling.sglang import SGLang
+from asyncrl.sampling.backend import SamplingBackend
 from asyncrl.sampling.transport import require_open_files
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import GroupCompletion, KVCache, SamplingPolicy, Schedule
@@ -72,11 +71,6 @@ class EngineSession:
     def activities(self) -> Activities:
         """What each member is doing, those of evaluations included."""
         return self._context.activities
-
-    @property
-    def servers(self) -> SGLang | None:
-        """Who knows on which server something is waited for, if anybody does."""
-        return self.policy.sampler if isinstance(self.policy.sampler, SGLang) else None
 
     @property
     def requests_in_flight(self) -> int:
@@ -271,9 +265,9 @@ class RolloutEngine:
                     _seed=self._seed,
                 )
 
-    def _budget_within(self, sampler: Sampler, events: Events) -> Budget:
+    def _budget_within(self, sampler: SamplingBackend, events: Events) -> Budget:
         """The budget, as far as the servers have room for it."""
-        budget = self._budget.within(sampler.context_tokens if isinstance(sampler, SGLang) else None)
+        budget = self._budget.within(sampler.context_tokens)
         if budget is not self._budget:
             keys = {"budget": self._budget.max_context_tokens, "servers": budget.max_context_tokens}
             events.emit(Notice(time=anyio.current_time(), name="context_limited_by_servers", keys=keys))
@@ -316,13 +310,11 @@ class RolloutEngine:
         return iterate(produce)
 
 
-def _follow_capacity(sampler: Sampler, requests: OrderedSlots) -> Callable[[], None]:
+def _follow_capacity(sampler: SamplingBackend, requests: OrderedSlots) -> Callable[[], None]:
     """Let no more requests out than the servers can take, for one that waits here is not born yet and does not age.
 
     Returns what ends that.
     """
-    if not isinstance(sampler, SGLang):
-        return lambda: None
     most = requests.limit
     return sampler.on_capacity(lambda capacity: requests.set_limit(min(most, capacity)))
 

@@ -71,7 +71,7 @@ class Labels:
         self._counted: dict[str, int] = {}
         # At which count of holds the newest takeover of each server was found.
 
-    def claim(self, writer: Writer) -> None:
+    def claim(self, writer: Writer | None) -> None:
         """The servers are ``writer``'s from now on. It has given them nothing yet."""
         self.writer, self.newest, self.overwritten = writer, -1, None
         for books in (self._below, self._holds, self._takeovers, self._counted):

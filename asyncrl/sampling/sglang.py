@@ -20,23 +20,23 @@ import httpx
 
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events, Notice, RequestRepeated
+from asyncrl.sampling.backend import SamplingBackend
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.fleet import Fleet, FleetOptions, Timeouts
-from asyncrl.sampling.labels import Labels
+from asyncrl.sampling.labels import Labels, Writer
 from asyncrl.sampling.recovery import Restore
 from asyncrl.sampling.sources import ChangingSource, FixedSource, ServerSource, check_urls, follow, source_of
 from asyncrl.sampling.transport import open_client
 from asyncrl.types import Segment
 
 if TYPE_CHECKING:
-    from asyncrl.learning.lora import LoraConfig
-    from asyncrl.servers.sglangcommand import SGLangOptions
+    from asyncrl.servers.sglangcommand import LoraConfig, SGLangOptions
 
 __all__ = ["Restore", "SGLang", "Timeouts"]
 
 
-class SGLang:
+class SGLang(SamplingBackend):
     """Sampling servers that speak SGLang's native HTTP interface.
 
     ``urls``: the servers themselves, not a router: weights and aborts must reach each of them. A list, or a source:
@@ -72,20 +72,23 @@ class SGLang:
         """Which weights on the servers are ours; the publisher claims them."""
         self.timeouts = timeouts or Timeouts()
         self.in_place_updates = False
-        """True if weights change under running requests; the publisher says so."""
-        self.starts_servers = False
-        """True if opening it takes as long as servers take to load a model."""
+        """True if weights change under running requests; the publisher says so when it claims the servers."""
+        self.fleet = self
+        self.opens_connections = True
         self._source = source_of(urls)
-        self._router_url = None if router is None else check_urls([router], key="sampler.router")[0]
-        self._keys = (api_key, admin_key)
-        self._transport = transport
-        self._retries = retries
-        self.vocab_size = vocab_size
-        """Ids from here on are refused when sampling; to be set before it is opened."""
         self.may_be_many = self._source.servers != 1
-        """False if there will be one server, unless others are added."""
-        self._allow_version = allow_version
-        self._seed = seed
+        self.starts_servers = self._source.starts_servers
+        self._transport = transport
+        self._options = FleetOptions(
+            router_url=None if router is None else check_urls([router], key="sampler.router")[0],
+            api_key=api_key,
+            admin_key=admin_key,
+            retries=retries,
+            vocab_size=vocab_size,
+            allow_version=allow_version,
+            timeouts=self.timeouts,
+            seed=seed,
+        )
         self._restore: Restore = _require_nothing
         self._fleet: Fleet | None = None
 
@@ -103,7 +106,6 @@ class SGLang:
         ``model``: the folder that the learner starts from, or all options of a server. ``lora``: what is trained, if
         it is an adapter. ``log_directory``: gets what the servers print, None keeps it in temporary files.
         """
-        from asyncrl.learning.base import model_vocab_size
         from asyncrl.servers.sglangcommand import SGLangOptions
         from asyncrl.servers.sglangserver import LaunchedServers
 
@@ -115,27 +117,47 @@ class SGLang:
             source,
             api_key=options.api_key,
             admin_key=options.admin_key,
-            vocab_size=model_vocab_size(options.model),
+            vocab_size=source.vocab_size,
             allow_version=options.allow_version,
             # As long as a server that died may need to come back.
             timeouts=Timeouts(outage_s=options.start_timeout_s),
         )
         source.events.subscribe(sampler.events.emit)
-        sampler.starts_servers = True
         return sampler
 
+    @classmethod
+    def embedded(cls, model: Path, *, threads: int = 1) -> Self:
+        """The embedded server for the model folder ``model``, which starts when this is opened and ends with it.
+
+        ``threads``: of torch in its process.
+        """
+        from asyncrl.servers.launch import EmbeddedServer
+
+        return cls(EmbeddedServer(model, threads=threads))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids from here on are refused when sampling; None: whoever opens it says."""
+        return self._options.vocab_size
+
     @asynccontextmanager
-    async def opened(self) -> AsyncGenerator[Self, None]:
+    async def opened(
+        self, *, vocab_size: int | None = None, events: Events | None = None
+    ) -> AsyncGenerator[Self, None]:
         """Connect, and require an answer of every server: raises ``ConfigError`` naming those that give none.
 
+        ``vocab_size``: if it was not made with another. ``events`` get what happens to servers while it is open.
         One at a time. Before and after, it has the servers of its list and nothing else.
         """
         if self._fleet is not None:
             raise ConfigError("this SGLang is open already: make another one for what runs beside it")
+        options = self._options if self.vocab_size is not None else replace(self._options, vocab_size=vocab_size)
         async with AsyncExitStack() as stack:
+            if events is not None:
+                stack.callback(self.events.subscribe(events.emit))
             urls = check_urls(await stack.enter_async_context(self._source.opened()))
             client = await stack.enter_async_context(open_client(self._transport))
-            fleet = Fleet(client, self._options(), self)
+            fleet = Fleet(client, options, self)
             await fleet.require(urls)
             try:
                 async with anyio.create_task_group() as tasks:
@@ -227,9 +249,15 @@ class SGLang:
         """
         return self._open("on_capacity").pool.on_capacity(callback)
 
-    def restore_with(self, restore: Restore) -> None:
-        """``restore`` must succeed on a server that is new or was away before it takes requests."""
+    def claim(self, writer: Writer | None, restore: Restore, *, in_place: bool = False) -> None:
+        """Called once by each publisher: the servers have weights of ``writer`` from now on (None: plain numbers).
+
+        ``restore`` must succeed on a server that is new or was away before it takes requests. ``in_place``: weights
+        change under running requests.
+        """
+        self.labels.claim(writer)
         self._restore = restore
+        self.in_place_updates = in_place
 
     async def restore(self, server: ServerControl) -> None:
         """Bring ``server`` to the current policy, as the publisher does it."""
@@ -264,19 +292,6 @@ class SGLang:
                 "`async with sampler.opened()`, or while a run uses it"
             )
         return self._fleet
-
-    def _options(self) -> FleetOptions:
-        api_key, admin_key = self._keys
-        return FleetOptions(
-            router_url=self._router_url,
-            api_key=api_key,
-            admin_key=admin_key,
-            retries=self._retries,
-            vocab_size=self.vocab_size,
-            allow_version=self._allow_version,
-            timeouts=self.timeouts,
-            seed=self._seed,
-        )
 
 
 async def _require_nothing(server: ServerControl) -> None:

@@ -52,6 +52,11 @@ class ServerSource(Protocol):
         """How many there will be; None if that is seen when it is opened."""
         ...
 
+    @property
+    def starts_servers(self) -> bool:
+        """True if opening it starts them, which takes as long as they take to load a model."""
+        ...
+
     def opened(self) -> AbstractAsyncContextManager[Sequence[str]]:
         """The URLs of servers that are up, one or more; a source that starts servers ends them at the exit.
 
@@ -116,6 +121,8 @@ async def follow(source: ChangingSource, members: Members) -> None:
 class FixedSource:
     """The servers of a list."""
 
+    starts_servers = False
+
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = check_urls(urls)
 
@@ -134,6 +141,7 @@ class _LookedAt:
     """A source that has to be looked at, every ``every_s`` seconds."""
 
     servers: int | None = None
+    starts_servers = False
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s

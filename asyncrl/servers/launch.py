@@ -9,10 +9,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import anyio
 import anyio.abc
@@ -32,11 +31,14 @@ _BAD_CONFIGURATION = 2
 
 
 class EmbeddedServer:
-    """An embedded server for the model folder ``model``, in a process of its own; entering it gives the URL.
+    """An embedded server for the model folder ``model``, in a process of its own, as a source of one URL.
 
     ``threads``: of torch in the child. ``log``: file for what it prints, None is a temporary one.
     ``start_timeout_s``: the first import of torch takes tens of seconds on a small machine.
     """
+
+    servers = 1
+    starts_servers = True
 
     def __init__(
         self, model: Path, *, threads: int = 1, log: Path | None = None, start_timeout_s: float = 300.0
@@ -44,17 +46,14 @@ class EmbeddedServer:
         command = [sys.executable, "-m", "asyncrl", "serve", "--model", str(model), "--host", "127.0.0.1"]
         self.command = (*command, "--port", "0", "--threads", str(threads), "--exit-with-stdin")
         """What is run."""
-        self._server: AbstractAsyncContextManager[str] = launched(
-            self.command, log=log, start_timeout_s=start_timeout_s
-        )
+        self._log = log
+        self._start_timeout_s = start_timeout_s
 
-    async def __aenter__(self) -> str:
-        return await self._server.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return await self._server.__aexit__(kind, error, traceback)
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[Sequence[str], None]:
+        """Start it; its URL when it is ready."""
+        async with launched(self.command, log=self._log, start_timeout_s=self._start_timeout_s) as url:
+            yield (url,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

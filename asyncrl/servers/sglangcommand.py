@@ -18,7 +18,7 @@ from asyncrl.learning.lora import LoraConfig
 from asyncrl.servers.install import installed_python
 from asyncrl.servers.machine import has_module, visible_gpus
 
-__all__ = ["Command", "Machine", "SGLangOptions", "plan_command", "plan_here", "split_gpus"]
+__all__ = ["Command", "LoraConfig", "Machine", "SGLangOptions", "plan_command", "plan_here", "split_gpus"]
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -24,6 +24,7 @@ import orjson
 
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
+from asyncrl.learning.base import model_vocab_size
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.served import ask
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, open_client
@@ -122,6 +123,8 @@ class LaunchedServers:
     ``plan`` and ``machine`` replace how commands are made and this machine, for tests.
     """
 
+    starts_servers = True
+
     def __init__(
         self,
         options: SGLangOptions,
@@ -135,15 +138,15 @@ class LaunchedServers:
             raise ConfigError.for_value("servers", servers, "1 or more, and more than 1 only with port=0")
         self.events = Events()
         self.options = options
-        self._count = servers
+        self.servers = servers
         self._log_directory = log_directory
         self._plan = plan
         self._machine = machine
 
     @property
-    def servers(self) -> int:
-        """How many are started."""
-        return self._count
+    def vocab_size(self) -> int:
+        """Of their model. Raises ``ConfigError`` if its folder does not say."""
+        return model_vocab_size(self.options.model)
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Sequence[str], None]:
@@ -167,7 +170,7 @@ class LaunchedServers:
             tasks.cancel_scope.cancel()
 
     def _make(self) -> list[SGLangServer]:
-        count = self._count
+        count = self.servers
         ports = [self.options.port] if self.options.port else free_ports(count)
         gpus = split_gpus(self.options, self._machine or Machine.found(), count)
         found = []

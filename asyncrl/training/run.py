@@ -93,7 +93,7 @@ class TrainingRun:
         self.ledger = restored_ledger(state)
         self.lag = LoopLag(self.events)
         self.watchdog = Watchdog(
-            self.events, session.activities, groups_per_step=plan.groups_per_step, servers=session.servers
+            self.events, session.activities, groups_per_step=plan.groups_per_step, servers=session.policy.sampler
         )
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
         self.untrained = Untrained(

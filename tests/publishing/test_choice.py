@@ -34,9 +34,9 @@ def _policy(server: ScriptedServer, model: Path, *, lora_rank: int | None = None
         (
             8,
             {"publication": "distributed"},
-            r"publication\.way is 'distributed'.*LoRA adapter: use 'disk' or 'tensors'",
+            r"publication\.method is 'distributed'.*LoRA adapter: use 'disk' or 'tensors'",
         ),
-        (None, {"publication": "nfs"}, r"publication\.way is 'nfs', but must be one of 'disk', 'tensors'"),
+        (None, {"publication": "nfs"}, r"publication\.method is 'nfs', but must be one of 'disk', 'tensors'"),
         (None, {"pause_mode": "stop"}, r"publication\.pause_mode is 'stop'"),
         (None, {"bucket_bytes": 0}, r"publication\.bucket_bytes is 0"),
         (None, {"probe_tolerance": 0.0}, r"publication\.probe_tolerance is 0\.0"),
@@ -52,7 +52,7 @@ def test_what_cannot_work_is_refused_by_its_key(
 
 def test_the_embedded_server_takes_no_tensors() -> None:
     """They come pickled, and nothing of ours unpickles."""
-    with pytest.raises(ConfigError, match=r"publication\.way is 'tensors', which the embedded server does not take"):
+    with pytest.raises(ConfigError, match=r"publication\.method is 'tensors', which the embedded server does not take"):
         rl.Policy(ThetaLearner(lora_rank=None), publication="tensors")
 
 
@@ -166,7 +166,7 @@ max_staleness = 0
 backend = "sglang"
 urls = ["http://127.0.0.1:30001"]
 [publication]
-way = "tensors"
+method = "tensors"
 pause_mode = "abort"
 bucket_bytes = 1000
 probe_tolerance = 0.25
@@ -185,7 +185,12 @@ def test_a_recipe_says_all_of_it(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     policy = compose(load_recipe(recipe)).engine.policy
-    found = (policy._publication, policy._pause_mode, policy._bucket_bytes, policy._probe_tolerance)
-    assert found == ("tensors", "abort", 1000, 0.25)
+    chosen = policy._publication
+    assert (chosen.method, chosen.pause_mode, chosen.bucket_bytes, chosen.probe_tolerance) == (
+        "tensors",
+        "abort",
+        1000,
+        0.25,
+    )
     with pytest.raises(ConfigError, match=r"publication: unknown key 'mode'"):
         load_recipe(recipe, ["publication.mode=disk"])

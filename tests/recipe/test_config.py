@@ -73,7 +73,7 @@ def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
         (TrainerSection, rl.AsyncTrainer, {"steps"}),
         (RolloutSection, rl.RolloutEngine, set()),
         (EvaluationSection, rl.Evaluator, set()),
-        (PublicationSection, rl.Policy, {"way"}),
+        (PublicationSection, rl.Policy, {"method"}),
         (CheckpointSection, rl.Checkpointing, {"enabled"}),
     ],
 )

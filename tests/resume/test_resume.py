@@ -17,6 +17,7 @@ import asyncrl as rl
 from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.events import EvaluationFinished, Event, MemberFailed, MemberResumed, Notice, VersionCommitted
 from asyncrl.learning.losses import CISPO
+from asyncrl.sampling.backend import as_backend
 from asyncrl.testing import ScriptedPublisher, ScriptedSampler, run_virtual
 from asyncrl.types import Message, Row
 from tests.resume.runs import Chat, Life, Plan, entries
@@ -181,7 +182,7 @@ def test_a_used_budget_stays_used(tmp_path: Path) -> None:
     def life() -> Life:
         one = Life(plan, tmp_path)
         one.sampler = _Half()
-        one.engine.policy._sampler = one.sampler
+        one.engine.policy._sampler = as_backend(one.sampler)
         return one
 
     assert life().play(1.4)

@@ -34,7 +34,7 @@ async def test_an_added_server_takes_requests_only_after_it_was_brought_to_the_p
             raise PublicationError("not yet")
 
     async with open_client({URL: one, OTHER: two}, urls=[URL]) as sampler:
-        sampler.restore_with(restore)
+        sampler.claim(None, restore)
         names = watch(sampler)
         sampler.add(OTHER)
         await anyio.sleep(100)
@@ -144,7 +144,7 @@ async def test_a_server_that_is_removed_at_the_end_of_its_restoration_does_not_r
         async def restore(control: ServerControl) -> None:
             sampler.remove(control.url)
 
-        sampler.restore_with(restore)
+        sampler.claim(None, restore)
         sampler.suspect(URL, "test")
         await anyio.sleep(60)
         assert sampler.urls == [OTHER]
@@ -155,6 +155,7 @@ class _Changing:
     """A source that says what it is told to, every ten seconds."""
 
     servers = None
+    starts_servers = False
 
     def __init__(self, *looks: Sequence[str] | Exception) -> None:
         self._looks = looks
@@ -232,7 +233,7 @@ async def test_capacity_follows_the_servers_that_take_requests() -> None:
         pool_of(sampler).set_limit(URL, 10)
         pool_of(sampler).set_limit(OTHER, 7)
         assert seen[-1] == 17
-        sampler.restore_with(_never)
+        sampler.claim(None, _never)
         sampler.quarantine(URL, "test")
         assert seen[-1] == 7
         sampler.quarantine(OTHER, "test")
@@ -266,7 +267,7 @@ async def test_a_pinned_request_waits_for_a_server_of_its_version() -> None:
         assert (await sampler.sample(make_request(key, version=3, replica=True))).server == OTHER
         assert (await sampler.sample(make_request(key, version=0, replica=True))).server == URL
         # What a server that went out holds is anybody's guess.
-        sampler.restore_with(_never)
+        sampler.claim(None, _never)
         sampler.quarantine(OTHER, "test")
         assert pool_of(sampler).version(OTHER) is None
 
