@@ -113,14 +113,14 @@ async def _first_token_s(publisher: Publisher, sampler: SGLang, version: int) ->
     committed = anyio.current_time()
     await publisher.stage(version)
     await publisher.publish(version)
-    address = publisher.address(version)
+    ref = publisher.model_ref(version)
     request = SegmentRequest(
         trajectory_id="t",
         input_ids=np.arange(2, 34, dtype=np.int32),
         max_new_tokens=1,
         version=version,
-        adapter=address.adapter,
-        extra_key=address.extra_key,
+        adapter=ref.adapter,
+        extra_key=ref.extra_key,
     )
     segment = await sampler.sample(request)
     assert [span.version for span in segment.versions] == [version]

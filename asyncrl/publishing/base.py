@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-from asyncrl.sampling.base import Address
+from asyncrl.sampling.base import ModelRef
 
 __all__ = ["BUCKET_BYTES", "Publisher", "VersionKeeper"]
 
@@ -33,16 +33,16 @@ class Publisher(Protocol):
         """
         ...
 
-    def address(self, version: int, anchor: int | None = None) -> Address:
+    def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
         """How to ask for ``version``, on a prefix that ``anchor`` computed (None: the same version)."""
         ...
 
-    def hold(self, version: int) -> None:
-        """A trajectory uses ``version`` from now on: keep it loaded."""
+    def pin(self, version: int) -> None:
+        """A trajectory uses ``version`` from now on: keep it loaded until it is unpinned as often as it was pinned."""
         ...
 
-    def release(self, version: int) -> None:
-        """That trajectory ended. A version without holders that is not the newest may be unloaded."""
+    def unpin(self, version: int) -> None:
+        """That trajectory ended. A version that nobody has pinned and that is not the newest may be unloaded."""
         ...
 
 
@@ -53,7 +53,7 @@ class VersionKeeper(Protocol):
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """Make those of ``versions`` available again that it can, with the first publication, and say which.
 
-        Called before that one; all are older than it. They are given up like any version that nobody holds. What else
+        Called before that one; all are older than it. They are given up like any version that is not pinned. What else
         an earlier process has left of its versions is removed.
         """
         ...

@@ -17,7 +17,7 @@ import anyio.to_thread
 
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import BUCKET_BYTES
-from asyncrl.publishing.delivery import Round
+from asyncrl.publishing.delivery import JointUpdate
 from asyncrl.publishing.staging import Copies, Folders, Store
 from asyncrl.sampling.control import ServerControl
 
@@ -32,7 +32,7 @@ class Carrier(Protocol):
         """Where versions are staged."""
         ...
 
-    async def update(self, server: ServerControl, version: int, label: str, together: Round) -> None:
+    async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
         """Replace the weights of ``server``, which is paused, by the staged ``version``, and label them.
 
         Raises ``SamplingError`` or ``PublicationError``; the weights may then be half replaced.
@@ -46,7 +46,7 @@ class DiskCarrier:
     def __init__(self, learner: Learner, directory: Path, *, own: bool = False) -> None:
         self.store = Folders(learner, directory, own=own)
 
-    async def update(self, server: ServerControl, version: int, label: str, together: Round) -> None:
+    async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
         """See ``Carrier``."""
         await server.update_from_disk(self.store.folder(version), label)
 
@@ -64,7 +64,7 @@ class TensorCarrier:
         # Making a bucket's bytes costs a processor and memory of three times its size.
         self._limiter = anyio.CapacityLimiter(2)
 
-    async def update(self, server: ServerControl, version: int, label: str, together: Round) -> None:
+    async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
         """See ``Carrier``."""
         if together.returning or server.url not in self._ranks:
             self._ranks[server.url] = await server.tensor_ranks()

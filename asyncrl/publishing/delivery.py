@@ -13,15 +13,15 @@ import anyio
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import ProbeMismatch, PublicationError, SamplingError, ServerUnavailable, WeightsOverwritten
-from asyncrl.publishing.staging import Release
+from asyncrl.publishing.staging import StagedVersion
 from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.control import ServerControl
 
-__all__ = ["Delivery", "Install", "Round"]
+__all__ = ["Delivery", "Install", "JointUpdate"]
 
 
-class Round:
-    """One delivery. A way that serves many servers at once waits here until each has arrived or was given up.
+class JointUpdate:
+    """One update of all servers. A carrier that serves many at once waits here until each has arrived or was given up.
 
     ``urls``: the servers that take part. ``returning``: one server that was away, by itself.
     """
@@ -38,7 +38,7 @@ class Round:
         self._awaited.discard(url)
         self._changed.notify()
 
-    async def together(
+    async def serve_all(
         self,
         server: ServerControl,
         serve: Callable[[list[ServerControl]], Awaitable[Mapping[str, Exception]]],
@@ -80,60 +80,60 @@ class Round:
             self._changed.notify()
 
 
-Install: TypeAlias = Callable[[ServerControl, Release, Round], Awaitable[float]]
-"""Makes a release live on a server, verifies it and returns the probe's difference.
+Install: TypeAlias = Callable[[ServerControl, StagedVersion, JointUpdate], Awaitable[float]]
+"""Makes a version live on a server, verifies it and returns the probe's difference.
 
-It may be called again for a release that the server already has.
+It may be called again for a version that the server already has.
 """
 
 
 class Delivery:
-    """Owns what the servers must hold: the last release given to ``to_all``. Their fleet calls ``restore``."""
+    """Owns what the servers must hold: the last version given to ``to_all``. Their fleet calls ``restore``."""
 
     def __init__(self, fleet: ServerFleet, install: Install) -> None:
         self._fleet = fleet
         self._install = install
-        self._release: Release | None = None
+        self._newest: StagedVersion | None = None
         self._differences: dict[str, float] = {}
         self._failures: dict[str, Exception] = {}
         self._locks: dict[str, anyio.Lock] = {}
-        self._installed: dict[str, Release] = {}
+        self._installed: dict[str, StagedVersion] = {}
         self._joining: dict[str, ServerControl] = {}
-        # Servers on their way back that have some release, if not the newest. They take part in the next delivery:
+        # Servers on their way back that have some version, if not the newest. They take part in the next delivery:
         # with versions coming faster than one is installed, a server by itself would always be one behind.
 
-    async def to_all(self, release: Release) -> float:
+    async def to_all(self, staged: StagedVersion) -> float:
         """Deliver to every server that takes requests; one that fails is quarantined until it could be restored.
 
         Returns the largest probe difference. Raises ``ProbeMismatch`` if any server applied something else, and
         ``PublicationError`` if no server is left and none comes back in time.
         """
-        self._release = release
+        self._newest = staged
         self._differences.clear()
         self._failures.clear()
         servers = [*self._fleet.live, *self._joining.values()]
-        together = Round(server.url for server in servers)
+        together = JointUpdate(server.url for server in servers)
         async with anyio.create_task_group() as tasks:
             for server in servers:
-                tasks.start_soon(self._deliver, server, release, together)
+                tasks.start_soon(self._deliver, server, staged, together)
         for failure in self._failures.values():
             if isinstance(failure, ProbeMismatch | WeightsOverwritten):
                 raise failure
         try:
-            # A server that returns meanwhile was restored to this release, because that was set first.
+            # A server that returns meanwhile was restored to this version, because that was set first.
             await self._fleet.wait_live()
         except ServerUnavailable as error:
             reasons = "; ".join(str(failure) for failure in self._failures.values())
-            raise PublicationError(f"no server took version {release.version}: {reasons or error}") from error
+            raise PublicationError(f"no server took version {staged.version}: {reasons or error}") from error
         return max(self._differences.values())
 
-    async def _deliver(self, server: ServerControl, release: Release, together: Round) -> None:
+    async def _deliver(self, server: ServerControl, staged: StagedVersion, together: JointUpdate) -> None:
         limit_s = self._fleet.timeouts.publication_s
         try:
             with anyio.fail_after(limit_s):
-                await self._install_once(server, release, together)
+                await self._install_once(server, staged, together)
         except TimeoutError:
-            late = ServerUnavailable(f"{server.url} did not take version {release.version} within {limit_s:g} s")
+            late = ServerUnavailable(f"{server.url} did not take version {staged.version} within {limit_s:g} s")
             self._failures[server.url] = late
         except (SamplingError, PublicationError) as error:
             self._failures[server.url] = error
@@ -143,21 +143,21 @@ class Delivery:
             self._fleet.quarantine(server.url, str(self._failures[server.url]))
 
     async def restore(self, server: ServerControl) -> None:
-        """Install on a server that was away whatever is the release at the end of the installation."""
+        """Install on a server that was away whatever is the newest version at the end of the installation."""
         self._installed.pop(server.url, None)
         try:
-            while (release := self._release) is not None and release is not self._installed.get(server.url):
-                await self._install_once(server, release, Round([server.url], returning=True))
+            while (staged := self._newest) is not None and staged is not self._installed.get(server.url):
+                await self._install_once(server, staged, JointUpdate([server.url], returning=True))
                 self._joining[server.url] = server
         finally:
             self._joining.pop(server.url, None)
 
-    async def _install_once(self, server: ServerControl, release: Release, together: Round) -> None:
+    async def _install_once(self, server: ServerControl, staged: StagedVersion, together: JointUpdate) -> None:
         # A delivery and a return may meet on one server; pauses and loads of the two must not interleave.
         async with self._locks.setdefault(server.url, anyio.Lock()):
-            if self._installed.get(server.url) is release and server.url in self._joining:
+            if self._installed.get(server.url) is staged and server.url in self._joining:
                 return
-            difference = await self._install(server, release, together)
-            self._installed[server.url] = release
-        if release is self._release:
+            difference = await self._install(server, staged, together)
+            self._installed[server.url] = staged
+        if staged is self._newest:
             self._differences[server.url] = difference

@@ -24,7 +24,7 @@ from asyncrl.errors import PublicationError, SamplingError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.base import BUCKET_BYTES
 from asyncrl.publishing.carriers import is_local, plan
-from asyncrl.publishing.delivery import Round
+from asyncrl.publishing.delivery import JointUpdate
 from asyncrl.publishing.staging import Copies
 from asyncrl.sampling.control import ServerControl
 
@@ -89,12 +89,12 @@ class DistributedCarrier:
         # A thread that waits for a dead server holds its place only as long as somebody waits for it.
         self._limiter = anyio.CapacityLimiter(8)
 
-    async def update(self, server: ServerControl, version: int, label: str, together: Round) -> None:
+    async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
         """See ``Carrier``."""
         if together.returning:
             # It may be another process than the one that joined.
             await self._disband_all_with({server.url})
-        await together.together(server, partial(self._serve, version, label), patience_s=self._phase_s)
+        await together.serve_all(server, partial(self._serve, version, label), patience_s=self._phase_s)
 
     async def close(self) -> None:
         """Leave all groups."""

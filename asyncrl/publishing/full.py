@@ -16,11 +16,11 @@ import anyio
 from asyncrl.errors import ConfigError, SamplingError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.carriers import Carrier
-from asyncrl.publishing.delivery import Delivery, Round
+from asyncrl.publishing.delivery import Delivery, JointUpdate
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import Folders, Release, Staging
+from asyncrl.publishing.staging import Folders, StagedVersion, Staging
 from asyncrl.sampling.backend import ServerFleet
-from asyncrl.sampling.base import Address
+from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.wire import PauseMode
@@ -91,7 +91,7 @@ class FullPublisher:
         self._kv_cache = kv_cache
         self.newest = -1
         """The newest published version; -1: none."""
-        self._releases: dict[int, Release] = {}
+        self._staged: dict[int, StagedVersion] = {}
         self._delivery = Delivery(fleet, self._install)
         fleet.claim(writer or Writer(), self._delivery.restore, in_place=pause_mode == "in_place")
 
@@ -102,7 +102,7 @@ class FullPublisher:
 
     async def stage(self, version: int) -> None:
         """Keep the weights and note what the learner says about the probe."""
-        self._releases[version] = await self._staging.stage(version)
+        self._staged[version] = await self._staging.stage(version)
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """See ``VersionKeeper``: none, for a server holds one version."""
@@ -112,44 +112,44 @@ class FullPublisher:
 
     async def publish(self, version: int) -> float:
         """Update every server to the staged weights; see ``Publisher``."""
-        difference = await self._delivery.to_all(self._releases[version])
+        difference = await self._delivery.to_all(self._staged[version])
         self.newest = version
-        published = sorted(staged for staged in self._releases if staged <= version)
+        published = sorted(staged for staged in self._staged if staged <= version)
         # A server that comes back gets the newest; of folders it may still be reading the one before it.
         kept = 2 if isinstance(self._carrier.store, Folders) else 1
         for old in published[:-kept]:
-            await self._staging.remove(self._releases.pop(old))
+            await self._staging.remove(self._staged.pop(old))
         return difference
 
-    def address(self, version: int, anchor: int | None = None) -> Address:
+    def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
         """The base weights, with a namespace that keeps a new request from reusing the context of older ones."""
-        return Address(adapter=None, extra_key=f"v{version if anchor is None else anchor}")
+        return ModelRef(adapter=None, extra_key=f"v{version if anchor is None else anchor}")
 
-    def hold(self, version: int) -> None:
-        """Nothing can be held."""
+    def pin(self, version: int) -> None:
+        """No older version can be kept."""
 
-    def release(self, version: int) -> None:
-        """Nothing was held."""
+    def unpin(self, version: int) -> None:
+        """None was kept."""
 
-    async def _install(self, server: ServerControl, release: Release, together: Round) -> float:
-        prefixes = Prefixes.at_update(release.version, self._kv_cache)
+    async def _install(self, server: ServerControl, staged: StagedVersion, together: JointUpdate) -> float:
+        prefixes = Prefixes.at_update(staged.version, self._kv_cache)
         mode = self._pause_mode
         if together.returning:
             # Its cache may have been filled under weights that were half replaced.
             mode, prefixes = "retract", Prefixes(flush=True, oldest_anchor=None)
         elif prefixes.oldest_anchor is not None:
             await self._fleet.abort_older(server.url, prefixes.oldest_anchor)
-        label = self._fleet.labels.give(release.version)
+        label = self._fleet.labels.give(staged.version)
         await replace_weights(
             self._fleet,
             server,
             label,
-            lambda: self._carrier.update(server, release.version, label, together),
+            lambda: self._carrier.update(server, staged.version, label, together),
             pause_mode=mode,
             # Frozen requests hold on to their context, and the server refuses to forget it under them.
             flush=prefixes.flush and mode != "in_place",
         )
-        return await self._staging.check(server, release)
+        return await self._staging.check(server, staged)
 
 
 async def replace_weights(

@@ -22,12 +22,12 @@ import anyio.to_thread
 from asyncrl.errors import ConfigError, ProbeMismatch, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.carriers import is_local
-from asyncrl.publishing.delivery import Delivery, Round
+from asyncrl.publishing.delivery import Delivery, JointUpdate
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import Copies, Folders, Release, Staging, Store
+from asyncrl.publishing.staging import Copies, Folders, StagedVersion, Staging, Store
 from asyncrl.publishing.unloading import Unloading
 from asyncrl.sampling.backend import ServerFleet
-from asyncrl.sampling.base import Address
+from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
 from asyncrl.types import FloatArray
@@ -114,22 +114,22 @@ class LoraPublisher:
         # A name is never used twice, not even by a run that resumes: servers may remember what it was.
         self._prefix = f"{name}-{writer.run}-{writer.process}"
         self._ours = re.compile(rf"{re.escape(name)}-{writer.run}-[0-9a-f]{{8}}-v\d+")
-        self._releases: dict[int, Release] = {}
+        self._staged: dict[int, StagedVersion] = {}
         self.newest = -1
         """The newest published version; -1: none."""
-        self._holders: Counter[int] = Counter()
+        self._pins: Counter[int] = Counter()
         self._unloading = Unloading(fleet, self._staging.remove)
         self._delivery = Delivery(fleet, self._install)
         fleet.claim(writer, self._delivery.restore)
 
     @property
     def pins_versions(self) -> bool:
-        """Older versions stay loaded while somebody holds them."""
+        """Older versions stay loaded while somebody has pinned them."""
         return True
 
     async def stage(self, version: int) -> None:
         """Keep the adapter and note what the learner says about the probe."""
-        self._releases[version] = await self._staging.stage(version)
+        self._staged[version] = await self._staging.stage(version)
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """See ``VersionKeeper``. Only adapters on disk outlive a process."""
@@ -140,33 +140,33 @@ class LoraPublisher:
             for error in store.damaged:
                 self._fleet.notice("adapter_damaged", reason=str(error))
         for version, reference in adopted.items():
-            self._releases[version] = Release(version=version, reference=reference)
+            self._staged[version] = StagedVersion(version=version, reference=reference)
             if reference is None:
                 self._fleet.notice("version_not_checked", version=version, reason="nothing was kept to compare with")
         return frozenset(adopted)
 
     async def publish(self, version: int) -> float:
         """Load the staged adapter everywhere; see ``Publisher``."""
-        difference = await self._delivery.to_all(self._releases[version])
+        difference = await self._delivery.to_all(self._staged[version])
         self.newest = version
         self._retire_unused()
         return difference
 
-    def address(self, version: int, anchor: int | None = None) -> Address:
+    def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
         """The adapter's name. Asking for a version that was never published or is retired is a bug."""
-        if version > self.newest or version not in self._releases:
-            raise StalenessError(f"version {version} is not loaded; loaded are {sorted(self._releases)}")
-        return Address(adapter=self._name(version), extra_key=f"v{version if anchor is None else anchor}")
+        if version > self.newest or version not in self._staged:
+            raise StalenessError(f"version {version} is not loaded; loaded are {sorted(self._staged)}")
+        return ModelRef(adapter=self._name(version), extra_key=f"v{version if anchor is None else anchor}")
 
-    def hold(self, version: int) -> None:
-        """Keep ``version`` loaded until it is released as often as it was held."""
-        self._holders[version] += 1
+    def pin(self, version: int) -> None:
+        """Keep ``version`` loaded; see ``Publisher``."""
+        self._pins[version] += 1
 
-    def release(self, version: int) -> None:
-        """Undo one ``hold``."""
-        self._holders[version] -= 1
-        if self._holders[version] == 0:
-            del self._holders[version]
+    def unpin(self, version: int) -> None:
+        """Undo one ``pin``; what nobody has pinned any more is unloaded."""
+        self._pins[version] -= 1
+        if self._pins[version] == 0:
+            del self._pins[version]
             self._retire_unused()
 
     async def leave(self) -> None:
@@ -188,37 +188,37 @@ class LoraPublisher:
     def _name(self, version: int) -> str:
         return f"{self._prefix}-v{version}"
 
-    async def _install(self, server: ServerControl, release: Release, together: Round) -> float:
+    async def _install(self, server: ServerControl, staged: StagedVersion, together: JointUpdate) -> float:
         """Load what the server lacks, check it, and sweep out what nobody will ask for again."""
         below = await server.weight_label()
         # Asking first, because the answer to an earlier load may have been lost after the server had done it.
         loaded = await server.adapters()
-        wanted = [wanted for wanted in self._releases.values() if wanted.version <= release.version]
-        unchecked = [release]
+        wanted = [wanted for wanted in self._staged.values() if wanted.version <= staged.version]
+        unchecked = [staged]
         for other in wanted:
             missing = self._name(other.version) not in loaded
             if missing:
                 await self._carrier.load(server, self._name(other.version), other.version)
-            if other is not release and (missing or together.returning):
+            if other is not staged and (missing or together.returning):
                 # The server may be another program than the one that was compared when this version was published.
                 unchecked.append(other)
         differences = [await self._check(server, other, below) for other in unchecked]
         self._fleet.labels.hold(server.url, below)
-        ours = {self._name(version) for version in self._releases}
+        ours = {self._name(version) for version in self._staged}
         self._unloading.sweep(server, [name for name in loaded - ours if self._ours.fullmatch(name)])
         return differences[0]
 
-    async def _check(self, server: ServerControl, release: Release, below: str) -> float:
+    async def _check(self, server: ServerControl, staged: StagedVersion, below: str) -> float:
         try:
-            return await self._staging.check(server, release, adapter=self._name(release.version))
+            return await self._staging.check(server, staged, adapter=self._name(staged.version))
         except ProbeMismatch as error:
             raise ProbeMismatch(f"{error}; the weights below the adapter are labelled {below!r}") from error
 
     def _retire_unused(self) -> None:
-        published = sorted(version for version in self._releases if version <= self.newest)
+        published = sorted(version for version in self._staged if version <= self.newest)
         for version in published[:-_KEPT]:
-            if version not in self._holders:
-                self._unloading.retire(self._name(version), self._releases.pop(version))
+            if version not in self._pins:
+                self._unloading.retire(self._name(version), self._staged.pop(version))
 
 
 def _payload(weights: Mapping[str, Any], device: str | None, by_handle: bool) -> tuple[object, str]:

@@ -25,7 +25,7 @@ from asyncrl.sampling.control import ServerControl
 from asyncrl.seals import check_folder, seal_folder
 from asyncrl.types import FloatArray
 
-__all__ = ["Copies", "Folders", "Release", "Staging", "Store"]
+__all__ = ["Copies", "Folders", "StagedVersion", "Staging", "Store"]
 
 T = TypeVar("T")
 _FOLDER = re.compile(r"(\.)?v(?P<version>[0-9]{6,18})(?P<partial>\.partial)?")
@@ -35,7 +35,7 @@ _REFERENCE = "probe.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Release:
+class StagedVersion:
     """A staged version."""
 
     version: int
@@ -184,24 +184,24 @@ class Staging:
         self._probe = probe
         self._limiter = anyio.CapacityLimiter(1)
 
-    async def stage(self, version: int) -> Release:
+    async def stage(self, version: int) -> StagedVersion:
         """Keep the current parameters; the learner may change them once this returns."""
         if self._probe is None:
             path = self._learner.model_path
             self._probe = await anyio.to_thread.run_sync(Probe.for_model, path, limiter=self._limiter)
         reference = await self._probe.reference(self._learner)
         await self._store.stage(version, reference)
-        return Release(version=version, reference=reference)
+        return StagedVersion(version=version, reference=reference)
 
-    async def check(self, server: ServerControl, release: Release, *, adapter: str | None = None) -> float:
+    async def check(self, server: ServerControl, staged: StagedVersion, *, adapter: str | None = None) -> float:
         """Compare ``server`` with the learner as it was; see ``Probe.check``. 0 without a reference."""
-        if self._probe is None or release.reference is None:
+        if self._probe is None or staged.reference is None:
             return 0.0
-        return await self._probe.check(server, release.reference, version=release.version, adapter=adapter)
+        return await self._probe.check(server, staged.reference, version=staged.version, adapter=adapter)
 
-    async def remove(self, release: Release) -> None:
+    async def remove(self, staged: StagedVersion) -> None:
         """Forget a version that no server needs any more."""
-        await self._store.remove(release.version)
+        await self._store.remove(staged.version)
 
 
 def _to_host(weights: dict[str, Any]) -> None:

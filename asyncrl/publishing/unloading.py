@@ -15,7 +15,7 @@ from functools import partial
 import anyio
 
 from asyncrl.errors import RequestRefused, SamplingError
-from asyncrl.publishing.staging import Release
+from asyncrl.publishing.staging import StagedVersion
 from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.recovery import BackOff
@@ -28,10 +28,10 @@ _UNLOAD_S = 60.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Retired:
-    """An adapter that is to go; ``release`` is None for one that this process has not staged."""
+    """An adapter that is to go; ``staged`` is None for one that this process has not staged."""
 
     name: str
-    release: Release | None
+    staged: StagedVersion | None
     urls: set[str] = field(default_factory=set)
     """Of servers that may still have it."""
 
@@ -39,7 +39,7 @@ class _Retired:
 class Unloading:
     """Owns the adapters that are on their way out. ``remove`` forgets what was staged of one."""
 
-    def __init__(self, fleet: ServerFleet, remove: Callable[[Release], Awaitable[None]]) -> None:
+    def __init__(self, fleet: ServerFleet, remove: Callable[[StagedVersion], Awaitable[None]]) -> None:
         self._fleet = fleet
         self._remove = remove
         self._retired: dict[str, _Retired] = {}
@@ -47,9 +47,9 @@ class Unloading:
         # Servers that are being asked; one call at a time, for that is how they do it.
         self._back_off = BackOff(seed=0)
 
-    def retire(self, name: str, release: Release) -> None:
-        """Have all servers in use unload ``name``, then remove ``release``."""
-        retired = self._retired[name] = _Retired(name=name, release=release)
+    def retire(self, name: str, staged: StagedVersion) -> None:
+        """Have all servers in use unload ``name``, then remove ``staged``."""
+        retired = self._retired[name] = _Retired(name=name, staged=staged)
         retired.urls.update(server.url for server in self._fleet.live)
         for server in self._fleet.live:
             self._start(server)
@@ -59,7 +59,7 @@ class Unloading:
     def sweep(self, server: ServerControl, names: Iterable[str]) -> None:
         """Have ``server`` unload what it has and should not."""
         for name in sorted(names):
-            self._retired.setdefault(name, _Retired(name=name, release=None)).urls.add(server.url)
+            self._retired.setdefault(name, _Retired(name=name, staged=None)).urls.add(server.url)
         self._start(server)
 
     def _start(self, server: ServerControl) -> None:
@@ -94,12 +94,12 @@ class Unloading:
 
     async def _settle(self, retired: _Retired) -> None:
         del self._retired[retired.name]
-        if retired.release is None:
+        if retired.staged is None:
             return
         try:
-            await self._remove(retired.release)
+            await self._remove(retired.staged)
         except OSError as error:
-            version = retired.release.version
+            version = retired.staged.version
             self._fleet.notice("version_not_removed", version=version, reason=repr(error))
 
     async def _unload(self, server: ServerControl, name: str) -> bool:

@@ -26,7 +26,7 @@ from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.seeds import derived
 from asyncrl.rollout.stops import ended
-from asyncrl.sampling.base import Address, Sampler, SegmentRequest
+from asyncrl.sampling.base import ModelRef, Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
 from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
@@ -70,7 +70,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What every trajectory of a run shares. The functions are the policy's: keep, name and give up a version."""
+    """What every trajectory of a run shares. The functions are the publisher's."""
 
     sampler: Sampler
     renderer: Renderer
@@ -78,9 +78,9 @@ class RolloutContext:
     settings: SamplingSettings
     requests: OrderedSlots
     versions: VersionSource
-    address: Callable[[int, int], Address]
-    hold: Callable[[int], None]
-    release: Callable[[int], None]
+    model_ref: Callable[[int, int], ModelRef]
+    pin: Callable[[int], None]
+    unpin: Callable[[int], None]
     events: Events
     failures: FailureBudget
     activities: Activities
@@ -179,14 +179,14 @@ async def _sample(
             return None
         placed, refilled = _move(traj, context)
         version = placed.version
-        context.hold(version)
+        context.pin(version)
         try:
             context.on_birth(traj.group, version)
-            address = context.address(version, placed.anchor)
+            ref = context.model_ref(version, placed.anchor)
             context.activities[traj.id] = (traj, "sampling", dispatched)
-            served = await context.sampler.sample(_request(traj, allowed, placed, address, context))
+            served = await context.sampler.sample(_request(traj, allowed, placed, ref, context))
         finally:
-            context.release(version)
+            context.unpin(version)
     finally:
         context.requests.release()
     _require_made(served, context.versions.arriving)
@@ -223,7 +223,7 @@ def _require_made(segment: Segment, newest: int) -> None:
 
 
 def _request(
-    traj: Trajectory, tokens: int, placed: Placement, address: Address, context: RolloutContext
+    traj: Trajectory, tokens: int, placed: Placement, ref: ModelRef, context: RolloutContext
 ) -> SegmentRequest:
     settings = context.settings
     return SegmentRequest(
@@ -237,10 +237,10 @@ def _request(
         stop=context.renderer.stop,
         stop_token_ids=context.renderer.stop_token_ids,
         seed=derived(traj.seed, traj.group, traj.member, traj.attempt, traj.segments),
-        adapter=address.adapter,
-        extra_key=address.extra_key,
+        adapter=ref.adapter,
+        extra_key=ref.extra_key,
         anchor=placed.anchor,
-        replica=address.replica,
+        replica=ref.replica,
     )
 
 
@@ -254,7 +254,7 @@ def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
     if target is current or target == current:
         return target, False
     if context.settings.keeps_version:
-        context.hold(target.version)
+        context.pin(target.version)
         leave_version(traj, context)
     traj.version, traj.anchor = target.version, target.anchor
     return target, current is not None and target.anchor != current.anchor
@@ -263,7 +263,7 @@ def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
 def leave_version(traj: Trajectory, context: RolloutContext) -> None:
     """``traj`` will not sample with its version again."""
     if traj.version is not None and context.settings.keeps_version:
-        context.release(traj.version)
+        context.unpin(traj.version)
 
 
 async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> bytes | None:

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from asyncrl.types import IntArray, Segment
 
-__all__ = ["Address", "Sampler", "SegmentRequest"]
+__all__ = ["ModelRef", "Sampler", "SegmentRequest"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Address:
-    """How a request names a version: adapter name (LoRA only), prefix-cache namespace, and which servers have it.
+class ModelRef:
+    """The model that is to answer a request: adapter (LoRA only), prefix-cache namespace, and which servers have it.
 
     Not to be changed, but quick to make.
     """

@@ -23,7 +23,7 @@ from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequen
 from asyncrl.publishing.policy import Policy
 from asyncrl.rollout.renderer import ParsedTurn
 from asyncrl.rollout.tools import Tool
-from asyncrl.sampling.base import Address, SegmentRequest
+from asyncrl.sampling.base import ModelRef, SegmentRequest
 from asyncrl.types import FloatArray, IntArray, Message, Segment, StopReason, VersionSpan
 
 __all__ = [
@@ -254,18 +254,18 @@ class ScriptedPublisher:
         self.published.append(version)
         return 0.0
 
-    def address(self, version: int, anchor: int | None = None) -> Address:
+    def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
         """An adapter name for each version; a version that was never published is a fault of the engine."""
         if version not in self.published:
             raise StalenessError(f"version {version} was asked for, but only {self.published} are published")
-        return Address(adapter=f"scripted-v{version}", extra_key=f"v{version if anchor is None else anchor}")
+        return ModelRef(adapter=f"scripted-v{version}", extra_key=f"v{version if anchor is None else anchor}")
 
-    def hold(self, version: int) -> None:
-        """One more holder."""
+    def pin(self, version: int) -> None:
+        """One more that uses it."""
         self.holders[version] += 1
 
-    def release(self, version: int) -> None:
-        """One holder less."""
+    def unpin(self, version: int) -> None:
+        """One less."""
         self.holders[version] -= 1
 
 

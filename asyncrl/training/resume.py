@@ -110,7 +110,7 @@ async def find_versions(state: RunState, publisher: Publisher, *, pins: bool, ev
         if traj.version is None or traj.error is not None:
             continue
         if traj.version in found or traj.version == state.version:
-            publisher.hold(traj.version)
+            publisher.pin(traj.version)
             continue
         del progress.active[traj.member]
         progress.attempts[traj.member] -= 1

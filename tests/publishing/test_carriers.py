@@ -86,7 +86,7 @@ class Run:
             input_ids=np.arange(3, dtype=np.int32),
             max_new_tokens=4,
             version=version,
-            extra_key=self.publisher.address(version).extra_key,
+            extra_key=self.publisher.model_ref(version).extra_key,
         )
         return await self.sampler.sample(request)
 

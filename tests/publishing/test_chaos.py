@@ -70,19 +70,19 @@ class _World:
     async def _trajectory(self, number: int) -> None:
         while True:
             version = self.published
-            self.publisher.hold(version)
+            self.publisher.pin(version)
             for _ in range(self.random.randint(1, 6)):
-                address = self.publisher.address(version)
+                ref = self.publisher.model_ref(version)
                 request = SegmentRequest(
                     trajectory_id=str(number),
                     input_ids=np.array([number], dtype=np.int32),
                     max_new_tokens=4,
                     version=version,
-                    adapter=address.adapter,
-                    extra_key=address.extra_key,
+                    adapter=ref.adapter,
+                    extra_key=ref.extra_key,
                 )
                 self.segments.append(await self.sampler.sample(request))
-            self.publisher.release(version)
+            self.publisher.unpin(version)
 
     async def _break_things(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from asyncrl.errors import ProbeMismatch
 from asyncrl.publishing.carriers import DiskCarrier
 from asyncrl.publishing.full import FullPublisher
 from asyncrl.publishing.probe import Probe
-from asyncrl.sampling.base import Address, SegmentRequest
+from asyncrl.sampling.base import ModelRef, SegmentRequest
 from asyncrl.sampling.pool import rendezvous
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
@@ -50,7 +50,7 @@ class Run:
             input_ids=np.arange(3, dtype=np.int32),
             max_new_tokens=4,
             version=version,
-            extra_key=self.publisher.address(version).extra_key,
+            extra_key=self.publisher.model_ref(version).extra_key,
         )
         return await self.sampler.sample(request)
 
@@ -116,9 +116,9 @@ async def test_versions_are_named_by_the_cache_namespace_alone(tmp_path: Path) -
     """There is nothing to pin, and nothing to hold (FAILURES.md 41)."""
     async with _running(tmp_path, ScriptedServer()) as run:
         assert not run.publisher.pins_versions
-        assert run.publisher.address(3) == Address(adapter=None, extra_key="v3")
-        run.publisher.hold(3)
-        run.publisher.release(3)
+        assert run.publisher.model_ref(3) == ModelRef(adapter=None, extra_key="v3")
+        run.publisher.pin(3)
+        run.publisher.unpin(3)
 
 
 def _unsuccessful(reply: dict[str, Any]) -> None:

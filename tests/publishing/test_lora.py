@@ -55,14 +55,14 @@ class Run:
             await self.publisher.publish(version)
 
     async def sample(self, version: int, key: str = "t") -> Segment:
-        address = self.publisher.address(version)
+        ref = self.publisher.model_ref(version)
         request = SegmentRequest(
             trajectory_id=key,
             input_ids=np.arange(3, dtype=np.int32),
             max_new_tokens=2,
             version=version,
-            adapter=address.adapter,
-            extra_key=address.extra_key,
+            adapter=ref.adapter,
+            extra_key=ref.extra_key,
         )
         return await self.sampler.sample(request)
 
@@ -111,22 +111,22 @@ async def test_fifty_versions_leave_two_adapters_and_two_folders(tmp_path: Path)
 
 
 async def test_a_held_version_stays_until_its_last_holder_is_gone(tmp_path: Path) -> None:
-    """Versions are counted out, not aged out; after the release the adapter and then its folder go (FAILURES.md 68)."""
+    """Versions are counted out, not aged out; once unpinned the adapter and then its folder go (FAILURES.md 68)."""
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:
         await run.publish(0)
-        run.publisher.hold(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
+        run.publisher.pin(0)
         await run.publish(1, 2, 3, 4)
-        run.publisher.release(0)
+        run.publisher.unpin(0)
         await one.wait_until(lambda: _versions(one) == [0, 3, 4])
         assert (await run.sample(0)).versions[0].version == 0
         assert one.reloaded == []
         assert "v000000" in run.folders()
-        run.publisher.release(0)
+        run.publisher.unpin(0)
         await one.wait_until(lambda: _versions(one) == [3, 4])
         with pytest.raises(StalenessError, match="version 0 is not loaded"):
-            run.publisher.address(0)
+            run.publisher.model_ref(0)
 
 
 async def test_a_version_is_not_served_before_it_is_published(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_version_is_not_served_before_it_is_published(tmp_path: Path) ->
     async with _running(tmp_path, ScriptedServer()) as run:
         await run.publisher.stage(0)
         with pytest.raises(StalenessError, match="version 0"):
-            run.publisher.address(0)
+            run.publisher.model_ref(0)
 
 
 async def test_a_folder_is_never_removed_before_the_server_let_go_of_it(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ async def test_a_restarted_server_gets_all_versions_in_use_before_its_next_reque
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1, 2, 3)
         one.restart()
         segment = await run.sample(3)
@@ -319,11 +319,11 @@ async def test_an_adapter_without_a_folder_is_counted_out_too(tmp_path: Path) ->
     one = ScriptedServer()
     async with _with_tensors(tmp_path, one) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1, 2, 3)
         await one.wait_until(lambda: _versions(one) == [0, 2, 3])
         assert (await run.sample(0)).versions[0].version == 0
-        run.publisher.release(0)
+        run.publisher.unpin(0)
         await one.wait_until(lambda: _versions(one) == [2, 3])
         assert one.reloaded == []
 
@@ -334,7 +334,7 @@ async def test_a_restarted_server_gets_adapters_from_the_staged_copies(tmp_path:
     one = ScriptedServer()
     async with _with_tensors(tmp_path, one) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1, 2, 3)
         run.learner.theta = 9.0
         one.restart()
@@ -364,13 +364,13 @@ async def test_fifty_versions_under_load_stay_within_the_window(
         nonlocal answered
         while True:
             version = newest
-            run.publisher.hold(version)
+            run.publisher.pin(version)
             holders[version] += 1
             for _ in range(3):
                 segment = await run.sample(version, key)
                 assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
                 answered += 1
-            run.publisher.release(version)
+            run.publisher.unpin(version)
             holders[version] -= 1
 
     async with open_run(tmp_path, one, two) as run, anyio.create_task_group() as tasks:
@@ -394,19 +394,19 @@ async def test_held_versions_come_back_with_another_process(tmp_path: Path) -> N
     """What a killed process has left on disk is loaded again under new names; what nobody needs of it is removed."""
     async with _running(tmp_path, ScriptedServer()) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1, 2, 3)
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:
         assert await run.publisher.adopt({0, 7}) == {0}
         assert run.folders() == ["v000000"]
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(3)
         assert _versions(one) == [0, 3]
         segment = await run.sample(0)
         assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, 0.0))
         await run.publish(4)
-        run.publisher.release(0)
+        run.publisher.unpin(0)
         await one.wait_until(lambda: _versions(one) == [3, 4])
 
 
@@ -421,7 +421,7 @@ async def test_a_returning_server_must_be_right_about_every_version(tmp_path: Pa
     async with _running(tmp_path / "published", one, two) as run:
         for version in range(5):
             await run.publish(version)
-            run.publisher.hold(version)
+            run.publisher.pin(version)
         name = next(name for name in one.adapters if name.endswith(f"-v{held}"))
         one.restart()
 
@@ -446,7 +446,7 @@ async def test_versions_of_an_earlier_process_are_compared_with_what_it_has_note
     """A folder that has changed is found out; without the note nothing can be said, and that is said."""
     async with _running(tmp_path, ScriptedServer()) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1, 2, 3)
     folder = tmp_path / "v000000"
     if harm == "weights":
@@ -460,7 +460,7 @@ async def test_versions_of_an_earlier_process_are_compared_with_what_it_has_note
     async with _running(tmp_path, one) as run:
         assert await run.publisher.adopt({0}) == {0}
         assert ("version_not_checked" in run.notices) is (harm == "reference")
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         if harm == "weights":
             with pytest.raises(ProbeMismatch, match="does not hold version 0"):
                 await run.publish(3)
@@ -476,9 +476,9 @@ async def test_a_damaged_version_of_an_earlier_process_is_not_adopted(tmp_path: 
     """Its trajectories begin anew, as if it were gone, and a notice has the path."""
     async with _running(tmp_path, ScriptedServer()) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1)
-        run.publisher.hold(1)
+        run.publisher.pin(1)
         await run.publish(2, 3)
     path = tmp_path / "v000000" / ("about.json" if harm == "no seal" else name)
     content = path.read_bytes()

@@ -123,12 +123,12 @@ async def test_a_version_appears_complete_or_not_at_all(tmp_path: Path) -> None:
         await staging.stage(3)
     assert not (tmp_path / "v000003").exists()
     learner.theta = 1.0
-    release = await staging.stage(3)
+    staged = await staging.stage(3)
     assert seen == [False, False]
     assert _names(tmp_path) == ["v000003"]
     assert read_theta(folders.folder(3)) == 1.0
-    assert release.reference is not None
-    assert np.array_equal(release.reference, theta_logprobs(TOKENS[1:], 1.0))
+    assert staged.reference is not None
+    assert np.array_equal(staged.reference, theta_logprobs(TOKENS[1:], 1.0))
 
 
 async def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ async def test_without_a_probe_one_is_made_for_the_learners_model(tmp_path: Path
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     learner = ThetaLearner()
     learner.model_path = tmp_path
-    release = await Staging(learner, Folders(learner, tmp_path / "published"), None).stage(0)
-    assert release.reference is not None and len(release.reference) == 23
+    staged = await Staging(learner, Folders(learner, tmp_path / "published"), None).stage(0)
+    assert staged.reference is not None and len(staged.reference) == 23
 
 
 class _Fake:

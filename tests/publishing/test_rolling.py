@@ -48,14 +48,14 @@ class Run:
             await self.publisher.publish(version)
 
     async def sample(self, version: int, key: str = "t", tokens: int = 4) -> Segment:
-        address = self.publisher.address(version)
+        ref = self.publisher.model_ref(version)
         request = SegmentRequest(
             trajectory_id=key,
             input_ids=np.arange(3, dtype=np.int32),
             max_new_tokens=tokens,
             version=version,
-            extra_key=address.extra_key,
-            replica=address.replica,
+            extra_key=ref.extra_key,
+            replica=ref.replica,
         )
         return await self.sampler.sample(request)
 
@@ -104,7 +104,7 @@ async def test_a_trajectory_keeps_its_version_on_another_server(tmp_path: Path) 
     """Both of two versions answer with their own weights, and each server holds one of them."""
     async with _running(tmp_path, ScriptedServer(), ScriptedServer()) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1)
         await run.settled()
         assert sorted(run.versions) == [0, 1]
@@ -113,11 +113,11 @@ async def test_a_trajectory_keeps_its_version_on_another_server(tmp_path: Path) 
                 segment = await run.sample(version, key)
                 assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
                 assert [span.version for span in segment.versions] == [version]
-        run.publisher.release(0)
+        run.publisher.unpin(0)
         await run.settled()
         assert run.versions == [1, 1]
         with pytest.raises(StalenessError, match="version 0"):
-            run.publisher.address(0)
+            run.publisher.model_ref(0)
 
 
 @pytest.mark.virtual_clock
@@ -125,9 +125,9 @@ async def test_a_publication_waits_for_the_first_version_that_is_let_go(tmp_path
     """With every server at another held version there is no place for a third."""
     async with _running(tmp_path, ScriptedServer(), ScriptedServer()) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1)
-        run.publisher.hold(1)
+        run.publisher.pin(1)
         published: list[float] = []
 
         async def publish() -> None:
@@ -139,7 +139,7 @@ async def test_a_publication_waits_for_the_first_version_that_is_let_go(tmp_path
             await anyio.sleep(1000)
             assert not published
             assert sorted(run.versions) == [0, 1]
-            run.publisher.release(0)
+            run.publisher.unpin(0)
         assert sorted(run.versions) == [1, 2]
 
 
@@ -153,7 +153,7 @@ async def test_what_runs_on_a_server_that_changes_goes_on_at_another(tmp_path: P
     one, two = ScriptedServer(seconds=seconds), ScriptedServer(seconds=seconds)
     async with _running(tmp_path, one, two) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         segments: list[Segment] = []
 
         async def sample(key: str) -> None:
@@ -196,7 +196,7 @@ async def test_a_lost_version_is_brought_back_while_it_is_held(tmp_path: Path) -
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         await run.publish(1)
         await run.settled()
         old = next(url for url, server in run.servers.items() if version_of(server) == 0)
@@ -260,7 +260,7 @@ def test_no_token_of_another_version_under_chaos(seed: int, tmp_path: Path, thre
                 nonlocal segments
                 while True:
                     version = newest
-                    run.publisher.hold(version)
+                    run.publisher.pin(version)
                     for turn in range(rng.randint(1, 6)):
                         try:
                             segment = await run.sample(version, f"{number}-{turn}")
@@ -270,7 +270,7 @@ def test_no_token_of_another_version_under_chaos(seed: int, tmp_path: Path, thre
                         assert {span.version for span in segment.versions} <= {version}
                         assert np.array_equal(segment.logprobs, theta_logprobs(segment.tokens, version / 10))
                         await anyio.sleep(rng.expovariate(0.5))
-                    run.publisher.release(version)
+                    run.publisher.unpin(version)
 
             async def accidents() -> None:
                 while True:
@@ -305,7 +305,7 @@ async def test_a_server_that_is_being_changed_gets_no_request(tmp_path: Path) ->
     one, two = ScriptedServer(seconds=seconds), ScriptedServer(seconds=seconds)
     async with _running(tmp_path, one, two) as run:
         await run.publish(0)
-        run.publisher.hold(0)
+        run.publisher.pin(0)
         for server in (one, two):
             server.fault("/pause_generation", Fault(ignore=True))
             server.fault("/update_weights_from_disk", Fault(hold=True))

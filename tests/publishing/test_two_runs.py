@@ -54,21 +54,21 @@ class Run:
 
     async def sample(self, version: int, key: str = "t") -> Segment:
         """A segment, each token of which is of the version that it says."""
-        self.publisher.hold(version)
-        address = self.publisher.address(version)
+        self.publisher.pin(version)
+        ref = self.publisher.model_ref(version)
         request = SegmentRequest(
             trajectory_id=key,
             input_ids=np.arange(3, dtype=np.int32),
             max_new_tokens=4,
             version=version,
-            adapter=address.adapter,
-            extra_key=address.extra_key,
-            replica=address.replica,
+            adapter=ref.adapter,
+            extra_key=ref.extra_key,
+            replica=ref.replica,
         )
         try:
             segment = await self.sampler.sample(request)
         finally:
-            self.publisher.release(version)
+            self.publisher.unpin(version)
         for span in segment.versions:
             tokens = slice(span.start, span.end)
             expected = theta_logprobs(segment.tokens[tokens], self.base + span.version / 100)

@@ -10,7 +10,7 @@ import pytest
 import asyncrl as rl
 from asyncrl.events import Event, Events, Notice
 from asyncrl.rollout.env import Env
-from asyncrl.sampling.base import Address
+from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing import ByteRenderer, ScriptedLearner, ScriptedPublisher
 from asyncrl.testing.server import ScriptedLimits, ScriptedServer, network
@@ -39,9 +39,9 @@ class _Talk(Env):
 class _BaseWeights(ScriptedPublisher):
     """Names no adapters."""
 
-    def address(self, version: int, anchor: int | None = None) -> Address:
+    def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
         """Whatever the server holds."""
-        return Address(adapter=None, extra_key=f"v{version}")
+        return ModelRef(adapter=None, extra_key=f"v{version}")
 
 
 def _engine(server: ScriptedServer, concurrency: int = 4) -> rl.RolloutEngine:

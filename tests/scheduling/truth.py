@@ -70,9 +70,9 @@ class TruePublisher(ScriptedPublisher):
         self.live = version
         return difference
 
-    def release(self, version: int) -> None:
-        assert self.holders[version] > 0, f"version {version} is released by nobody who holds it"
-        super().release(version)
+    def unpin(self, version: int) -> None:
+        assert self.holders[version] > 0, f"version {version} is unpinned by nobody who has pinned it"
+        super().unpin(version)
 
 
 class TrueSampler(ScriptedSampler):

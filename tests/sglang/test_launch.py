@@ -50,15 +50,15 @@ async def _publish(policy: OpenPolicy, version: int) -> float:
 
 
 async def _sample(policy: OpenPolicy, version: int, name: str) -> Segment:
-    address = policy.publisher.address(version)
+    ref = policy.publisher.model_ref(version)
     return await policy.sampler.sample(
         SegmentRequest(
             trajectory_id=name,
             input_ids=np.array([5, 6, 7], dtype=np.int32),
             max_new_tokens=8,
             version=version,
-            adapter=address.adapter,
-            extra_key=address.extra_key,
+            adapter=ref.adapter,
+            extra_key=ref.extra_key,
         )
     )
 

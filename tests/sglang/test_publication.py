@@ -144,15 +144,15 @@ async def test_adapters_arrive_and_stay_beside_each_other(sglang_server: RealSer
         carrier: AdapterCarrier = DiskAdapters(learner, tmp_path) if way == "disk" else TensorAdapters(learner)
         probe = Probe.for_model(sglang_server.model, tolerance=CLOSE)
         publisher = LoraPublisher(learner, sampler, carrier, "run", probe=probe)
-        publisher.hold(0)
+        publisher.pin(0)
         for version in range(4):
             await publisher.stage(version)
             assert await publisher.publish(version) <= CLOSE
-            adapter = publisher.address(version).adapter
+            adapter = publisher.model_ref(version).adapter
             await _assert_agree(learner, await sampler.sample(_request(version, adapter=adapter)))
             if version < 3:
                 await _step(learner)
-        held = publisher.address(0).adapter
+        held = publisher.model_ref(0).adapter
         assert held in await control.adapters()
         first = await sampler.sample(_request(0, adapter=held))
         assert [span.version for span in first.versions] == [0]
