@@ -91,7 +91,7 @@ async def _sampler(model: Path) -> AsyncGenerator[SGLang, None]:
             options = SGLangOptions(
                 model=model, device="cpu", lora=rl.LoraConfig(r=16), max_total_tokens=4096, context_length=512
             )
-            url = await stack.enter_async_context(SGLangServer(options))
+            url = await stack.enter_async_context(SGLangServer(options).opened())
         yield await stack.enter_async_context(SGLang([url]).opened())
 
 

@@ -51,7 +51,7 @@ def held_open(server: SGLangServer) -> Iterator[str]:
         over = anyio.Event()
         token = anyio.lowlevel.current_token()
         stop.append(lambda: anyio.from_thread.run_sync(over.set, token=token))
-        async with server:
+        async with server.opened():
             started.set()
             await over.wait()
 

@@ -65,7 +65,7 @@ class Child:
     log: Path | None
     """None: it prints where we do."""
 
-    async def epitaph(self, code: int) -> str:
+    async def how_it_ended(self, code: int) -> str:
         """How it ended, and its last lines."""
         return f"{self.name} ended with exit code {code}; {await self.last_lines()}"
 
@@ -80,7 +80,7 @@ class Child:
         """The error that says why it ended before it was ready; waits for the end."""
         code = await self.process.wait()
         kind = ConfigError if code == _BAD_CONFIGURATION else ServerUnavailable
-        return kind(await self.epitaph(code))
+        return kind(await self.how_it_ended(code))
 
 
 @asynccontextmanager
@@ -131,7 +131,7 @@ async def child_process(
                 with anyio.CancelScope(shield=True):
                     code = await _end(process)
                     if code:
-                        error.add_note(await child.epitaph(code))
+                        error.add_note(await child.how_it_ended(code))
                 raise
             with anyio.CancelScope(shield=True):
                 await _end(process)

@@ -114,7 +114,7 @@ async def _serve_sglang(options: SGLangOptions, say: Callable[[str], None]) -> N
     async with running(command, options, to_stderr=True) as child:
         print(json.dumps({"ready": True, "url": server_url(options), "pid": os.getpid()}), flush=True)
         code = await child.process.wait()
-        raise ServerUnavailable(await child.epitaph(code))
+        raise ServerUnavailable(await child.how_it_ended(code))
 
 
 def _refuse(options: Mapping[str, Any], foreign: tuple[str, ...], backend: str) -> None:

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 import anyio
@@ -50,7 +49,7 @@ _FIRST_PORT, _END_OF_PORTS = 20_000, 32_000
 
 
 class SGLangServer:
-    """A real SGLang server on this machine; entering it gives the URL, as soon as it answers.
+    """A real SGLang server on this machine.
 
     ``log``: file for what it prints, None is a temporary one; keys are hidden in it. ``plan``: replaces how the command
     is made, for tests. If the server dies while in use, it is started again up to five times in succession.
@@ -67,18 +66,10 @@ class SGLangServer:
         self.url = server_url(self.options)
         self._log = log
         self._plan = plan or plan_here
-        self._opened = self._open()
-
-    async def __aenter__(self) -> str:
-        return await self._opened.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return await self._opened.__aexit__(kind, error, traceback)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncGenerator[str, None]:
+    async def opened(self) -> AsyncGenerator[str, None]:
+        """Start it; its URL, as soon as it answers."""
         command = await anyio.to_thread.run_sync(self._plan, self.options)
         async with running(command, self.options, log=self._log) as child:
             self._notice("server_started", level="info")
@@ -156,7 +147,7 @@ class LaunchedServers:
         up = anyio.Event()
 
         async def run(index: int) -> None:
-            async with servers[index]:
+            async with servers[index].opened():
                 pending.discard(index)
                 if not pending:
                     up.set()

@@ -110,7 +110,7 @@ async def _kill_by_exit(url: str, code: int) -> None:
 
 async def test_a_server_runs_as_long_as_its_context() -> None:
     """It answers inside; after it neither the server nor a process that it started is left."""
-    async with SGLangServer(_options(), plan=_plan()) as url:
+    async with SGLangServer(_options(), plan=_plan()).opened() as url:
         pids = (await _info(url))["pids"]
         assert all(_alive(pid) for pid in pids)
     assert not any(_alive(pid) for pid in pids)
@@ -120,7 +120,7 @@ async def test_keys_reach_the_server_in_a_private_file_and_are_hidden_in_its_log
     """The server prints its options; the log has them without the keys. The file is gone with the server."""
     log = tmp_path / "log"
     server = SGLangServer(_options(api_key="hush-1", admin_key="quiet-2"), log=log, plan=_plan())
-    async with server as url:
+    async with server.opened() as url:
         arguments = (await _info(url))["argv"]
         assert arguments[2] == "--config"
         assert _read(arguments[3]) == '{"api-key":"hush-1","admin-api-key":"quiet-2"}'
@@ -139,7 +139,7 @@ async def test_an_early_end_is_an_error_with_the_last_lines(code: int, kind: typ
     script = f"import os, sys; sys.stderr.write('no such thing: --x'); sys.stderr.flush(); {end}"
     shown = code if code > 0 else 128 - code
     with pytest.raises(kind, match=f"(?s)SGLang server ended with exit code {shown}.*no such thing: --x"):
-        async with SGLangServer(_options(), plan=_plan(script)):
+        async with SGLangServer(_options(), plan=_plan(script)).opened():
             pass
 
 
@@ -147,7 +147,7 @@ async def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
     """At the deadline it is ended, with all its processes."""
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     with pytest.raises(ServerUnavailable, match=r"not ready in 3 s"):
-        async with SGLangServer(_options(start_timeout_s=3.0), plan=_plan(script)):
+        async with SGLangServer(_options(start_timeout_s=3.0), plan=_plan(script)).opened():
             pass
     assert not _alive(int(_read(tmp_path / "pid")))
 
@@ -155,9 +155,9 @@ async def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
 async def test_an_unknown_version_is_refused() -> None:
     """With what is known to work, and the way round it."""
     with pytest.raises(ConfigError, match=r"'0\.6\.0'; known to work are 0\.5\.23.*allow_version"):
-        async with SGLangServer(_options(), plan=_plan(STAND_IN_VERSION="0.6.0")):
+        async with SGLangServer(_options(), plan=_plan(STAND_IN_VERSION="0.6.0")).opened():
             pass
-    async with SGLangServer(_options(allow_version=True), plan=_plan(STAND_IN_VERSION="0.6.0")) as url:
+    async with SGLangServer(_options(allow_version=True), plan=_plan(STAND_IN_VERSION="0.6.0")).opened() as url:
         assert url
 
 
@@ -175,7 +175,7 @@ async def test_a_server_that_dies_is_reported_and_started_again_at_its_url(monke
             started.set()
 
     server.events.subscribe(observe)
-    async with server as url:
+    async with server.opened() as url:
         first = (await _info(url))["pids"]
         await _kill_by_exit(url, 7)
         with anyio.fail_after(60):
@@ -206,7 +206,7 @@ async def test_restarts_that_fail_are_bounded(monkeypatch: pytest.MonkeyPatch, t
             given_up.set()
 
     server.events.subscribe(observe)
-    async with server as url:
+    async with server.opened() as url:
         flag.touch()
         await _kill_by_exit(url, 7)
         with anyio.fail_after(60):
@@ -223,7 +223,7 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.servers.test_sglang_server import _info, _options, _plan
 from asyncrl.servers.sglangserver import SGLangServer
 async def main():
-    async with SGLangServer(_options(), plan=_plan()) as url:
+    async with SGLangServer(_options(), plan=_plan()).opened() as url:
         print(*(await _info(url))["pids"], flush=True)
         await anyio.sleep_forever()
 anyio.run(main)

@@ -19,9 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.concurrency.worker import Worker
-from asyncrl.servers.bodylimit import BodyLimit
 from asyncrl.servers.embedded.options import ServerOptions
 from asyncrl.servers.wireserver import (
     WireError,
@@ -47,7 +47,7 @@ def create_app(options: ServerOptions) -> Starlette:
     return Starlette(
         lifespan=routes.lifespan,
         exception_handlers={HTTPException: _unknown},
-        middleware=[Middleware(BodyLimit, max_bytes=options.max_body_bytes)],
+        middleware=[Middleware(_BodyLimit, max_bytes=options.max_body_bytes)],
         routes=[
             *[Route(path, routes.guarded(handler), methods=["GET"]) for path, handler in routes.read.items()],
             *[Route(path, routes.guarded(handler), methods=["POST"]) for path, handler in routes.write.items()],
@@ -345,3 +345,33 @@ def _updated(message: str, label: object = None, **more: object) -> Response:
 
 def _json(body: object, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status_code=status, media_type="application/json")
+
+
+class _BodyLimit:
+    """Refuses bodies of more than ``max_bytes``: before they are read if they say their length, else on the way."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._reason = f"the body is longer than {max_bytes} bytes"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            content = orjson.dumps({"error": {"message": self._reason}})
+            await Response(content, status_code=413, media_type="application/json")(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(413, self._reason)
+            return message
+
+        await self._app(scope, counted, send)
