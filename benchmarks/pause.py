@@ -21,7 +21,7 @@ from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import Ledger
 from asyncrl.scheduling.policyclock import PolicyClock
-from asyncrl.training.capture import Capture
+from asyncrl.training.record import RunRecord
 from asyncrl.types import Span, SpanKind, Trajectory
 from benchmarks.answer import Answer
 
@@ -48,10 +48,10 @@ def _extend(traj: Trajectory, tokens: int, draw: np.random.Generator) -> None:
     traj.messages.append({"role": "assistant", "content": "word " * (tokens * 4 // 5)})
 
 
-def _capture(draw: np.random.Generator) -> Capture:
+def _capture(draw: np.random.Generator) -> RunRecord:
     admission = Admission(slots=_GROUPS, max_staleness=2, group_size=_MEMBERS)
     clock = PolicyClock()
-    capture = Capture(
+    capture = RunRecord(
         admission=admission,
         batches=Batches(admission=admission, clock=clock, groups_per_step=_GROUPS),
         ledger=Ledger(),

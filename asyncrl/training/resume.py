@@ -23,10 +23,10 @@ from asyncrl.publishing.base import Publisher, VersionKeeper
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import Trajectory
 
-__all__ = ["Recovery", "begin_late_anew", "find_versions", "renew_unsampled", "require_versions"]
+__all__ = ["ResumeCounts", "begin_late_anew", "find_versions", "renew_unsampled", "require_versions"]
 
 
-class Recovery:
+class ResumeCounts:
     """Counts what a resumed run had to do again. Subscribe ``observe``."""
 
     def __init__(self) -> None:

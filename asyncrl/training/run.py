@@ -21,7 +21,6 @@ import anyio
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from asyncrl.checkpoint.state import RunState
 from asyncrl.concurrency.endings import Endings, FirstError, WhenBegun, noted
 from asyncrl.concurrency.iteration import Consumer
 from asyncrl.events import GroupAdmitted, GroupBorn, Notice, StepFinished, VersionPublished
@@ -36,13 +35,11 @@ from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import ENTERED
-from asyncrl.training.capture import Capture, restored_ledger
 from asyncrl.training.evaluation import Evaluator
-from asyncrl.training.keeper import Checkpoints
 from asyncrl.training.plan import TrainingPlan, possible_losses
-from asyncrl.training.resume import Recovery
+from asyncrl.training.record import RunRecord, restored_ledger
+from asyncrl.training.saving import Saver
 from asyncrl.training.step import TrainerStep
-from asyncrl.training.stepbooks import StepBooks
 from asyncrl.types import Group, Row, Step
 
 __all__ = ["TrainingRun"]
@@ -59,11 +56,11 @@ class TrainingRun:
         rows: Sequence[Row],
         steps: int,
         evaluator: Evaluator | None,
-        checkpoints: Checkpoints | None,
+        saver: Saver,
     ) -> None:
         self.plan = plan
         self.session = session
-        self.rollouts = session.trained(self._birth, resumable=checkpoints is not None)
+        self.rollouts = session.trained(self._birth, resumable=saver.resumable)
         self.clock = session.clock
         self.events = session.events
         self.rows = rows
@@ -88,25 +85,20 @@ class TrainingRun:
         self.first_drop: BaseException | None = None
         # Why the first dropped group failed.
         self.recorder = MetricsRecorder(started=anyio.current_time())
-        self.checkpoints = checkpoints
-        state = RunState() if checkpoints is None else checkpoints.state
-        self.ledger = restored_ledger(state)
+        self.saver = saver
+        self.ledger = restored_ledger(saver.state)
         self.lag = LoopLag(self.events)
         self.watchdog = Watchdog(
             self.events, session.activities, groups_per_step=plan.groups_per_step, servers=session.policy.sampler
         )
-        self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
         self.untrained = Untrained(
             self.events,
             most=engine.failures.untrained_batches,
             oldest_age=plan.max_staleness if plan.stale_policy == "mask_span" else None,
-            batches=state.untrained,
+            batches=saver.state.untrained,
         )
-        self.capture = Capture(self.admission, self.batches, self.ledger, self.recorder, self.clock, self.untrained)
-        self.capture.rollout_keys = self.rollout_keys
-        self.capture.restore(state)
-        self.recovery = Recovery() if checkpoints is None else checkpoints.recovery
-        self.books = None if checkpoints is None else StepBooks(self.capture, checkpoints, plan.loss)
+        self.record = RunRecord(self.admission, self.batches, self.ledger, self.recorder, self.clock, self.untrained)
+        self.record.restore(saver.state)
 
     async def run(self, consumer: Consumer[Step]) -> None:
         """All loops, until the last step was handed over."""
@@ -118,23 +110,21 @@ class TrainingRun:
             end.callback(self.events.subscribe(self.recorder.observe, kinds=COUNTED))
             end.callback(self.events.subscribe(self.watchdog.observe, kinds=WATCHED))
             end.callback(self.ledger.close)
-            if self.checkpoints is not None:
-                end.push_async_callback(self.checkpoints.save_at_end, self.capture.state, self.events)
+            end.push_async_callback(self.saver.save_at_end, self.record.state, self.events)
             with staged, versions, settled_heap(), self.first_error.raised():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(WhenBegun, self._publish, versions)
                     tasks.start_soon(WhenBegun, self._admit)
                     tasks.start_soon(WhenBegun, self.lag.run)
                     tasks.start_soon(WhenBegun, self.watchdog.run)
-                    if self.checkpoints is not None:
-                        tasks.start_soon(WhenBegun, self.checkpoints.run, self.capture.state)
+                    self.saver.save_regularly(tasks, self.record.state)
                     with self.first_error.watched():
                         await self._train(consumer, staged)
                     tasks.cancel_scope.cancel()
 
     async def _train(self, consumer: Consumer[Step], staged: MemoryObjectSendStream[int]) -> None:
-        await self._evaluate(self.capture.n)
-        for n in range(self.capture.n + 1, self.steps + 1):
+        await self._evaluate(self.record.n)
+        for n in range(self.record.n + 1, self.steps + 1):
             await consumer.wanted()
             step = await self._step(n, staged)
             if step is None:
@@ -158,7 +148,7 @@ class TrainingRun:
 
     async def _admit(self) -> None:
         async with anyio.create_task_group() as tasks:
-            for group in sorted(self.capture.progress):
+            for group in sorted(self.record.progress):
                 tasks.start_soon(WhenBegun, self._roll_out, group)  # an earlier process had admitted it
                 await anyio.lowlevel.checkpoint()
             while True:
@@ -172,9 +162,6 @@ class TrainingRun:
 
     async def _roll_out(self, group: int) -> None:
         row = self.rows[group % len(self.rows)]
-        progress = None
-        if self.checkpoints is not None:
-            progress = self.capture.progress.setdefault(group, GroupProgress())
         with self.first_error.watched():
             finished = await self.rollouts.group(
                 group,
@@ -183,23 +170,21 @@ class TrainingRun:
                 completion=self.plan.completion,
                 on_part=self.batches.put,
                 on_reroll=self._renew,
-                progress=progress,
+                progress=self.record.progress.setdefault(group, GroupProgress()),
             )
-        self.capture.progress.pop(group, None)
+        self.record.progress.pop(group, None)
         if isinstance(finished, Group):
             self.batches.put(finished)
             return
         self.first_drop = self.first_drop or finished.error
         self.batches.drop(group)
         event = finished.event()
-        if self.books is not None:
-            self.capture.drop(group, str(event.reason))
+        self.record.drop(group, str(event.reason))
         self.events.emit(event)
 
     def _renew(self, group: int) -> None:
         self.batches.renew(group)
-        if self.books is not None:
-            self.capture.renew(group)
+        self.record.renew(group)
 
     def _birth(self, group: int, version: int) -> None:
         due = self.admission.birth(group, version)
@@ -220,7 +205,7 @@ class TrainingRun:
 
     async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step | None:
         """The step, or None if there are no groups left for one."""
-        step = TrainerStep(n, self.plan, self.session, self.admission, self.batches, books=self.books)
+        step = TrainerStep(n, self.plan, self.session, self.admission, self.batches, self.record, self.saver)
         try:
             made_version = await step.run(self.plan.groups_per_step, steps=self.steps)
             if not step.groups:
@@ -254,35 +239,29 @@ class TrainingRun:
             "staleness/reserved_groups": float(self.admission.outstanding),
             "throughput/queue_depth": float(self.session.requests_queued),
             **self.ledger.metrics(),
-            **self.recovery.metrics(),
+            **self.saver.metrics(),
             **self.lag.take(),
         }
         batch = step.batch.metrics()
-        # What an environment once reported stays, so that a logger keeps its columns.
-        self.rollout_keys |= {key: 0.0 for key in batch if key.startswith("rollout/")}
         return {
             **self.recorder.take(anyio.current_time(), gauges),
-            **self.rollout_keys,
+            **self.record.keep_columns(batch),
             **batch,
             **step.metrics(),
         }
 
     async def _save_weights(self, *, at_once: bool = False) -> None:
-        if self.checkpoints is not None:
-            learner = self.session.policy.learner
-            await self.checkpoints.save_weights(
-                learner, n=self.capture.n, version=self.clock.committed, at_once=at_once
-            )
+        learner = self.session.policy.learner
+        await self.saver.save_weights(learner, n=self.record.n, version=self.clock.committed, at_once=at_once)
 
     async def _evaluate(self, n: int) -> float:
         """Measure the committed policy, if that is due after step ``n``, and say how many seconds it took."""
         if self.evaluator is None or not self.evaluator.due(n, self.steps):
             return 0.0
-        if self.checkpoints is not None and self.checkpoints.evaluated >= n:
+        if self.saver.evaluated >= n:
             return 0.0  # by an earlier process
         started = anyio.current_time()
         await self.clock.wait_published(self.clock.committed)
         await self.evaluator.evaluate(self.session)
-        if self.checkpoints is not None:
-            await self.checkpoints.note_evaluated(n)
+        await self.saver.note_evaluated(n)
         return anyio.current_time() - started

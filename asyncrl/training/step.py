@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from typing import Literal, TypeAlias, get_args
 
 import anyio
@@ -28,7 +28,8 @@ from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.training.assembly import StepAssembly
 from asyncrl.training.plan import TrainingPlan
-from asyncrl.training.stepbooks import StepBooks
+from asyncrl.training.record import RunRecord
+from asyncrl.training.saving import Saver
 from asyncrl.types import BarrierWait, DropReason, Group
 
 __all__ = ["Phase", "PhaseTimes", "TrainerStep"]
@@ -73,14 +74,12 @@ class TrainerStep:
         session: EngineSession,
         admission: Admission,
         batches: Batches,
-        *,
-        books: StepBooks | None = None,
+        record: RunRecord,
+        saver: Saver,
     ) -> None:
         self.n = n
         self.version = session.clock.committed
         self.groups: list[Group] = []
-        self.chunks: list[Sequence[TrainingSequence]] = []
-        """The forward-backward passes, if ``books`` want them."""
         self.is_committed = False
         """Nothing can undo it any more."""
         self.waits: tuple[BarrierWait, ...] = ()
@@ -107,9 +106,9 @@ class TrainerStep:
         self._learner = session.policy.learner
         self._admission = admission
         self._batches = batches
-        self._books = books
-        if books is not None:
-            books.begin(self.groups)
+        self._record = record
+        self._saver = saver
+        record.begin(self.groups)
 
     async def run(self, size: int, *, steps: int) -> bool:
         """Train on ``size`` groups, of a run of ``steps``; True if that made a version, which is then staged.
@@ -157,8 +156,7 @@ class TrainerStep:
                 )
             sequences = await self._assemble(chunk, last=not remaining)
             if sequences:
-                if self._books is not None:
-                    self.chunks.append(sequences)
+                self._saver.add_chunk(sequences)
                 await self._train(sequences)
             self.times.end("forward_backward")
 
@@ -232,24 +230,22 @@ class TrainerStep:
     def _written(
         self, settings: OptimizerSettings | None, consumed: Sequence[GroupConsumed]
     ) -> AbstractAsyncContextManager[None]:
-        """The block makes the step happen; it is on disk when the block is left."""
-        if self._books is None:
-            return nullcontext()
-        return self._books.written(
+        """The block makes the step happen; it is on disk when the block is left, if anything is kept."""
+        entry = self._record.entry(
             n=self.n,
             version=self.version,
             consumed=consumed,
-            chunks=self.chunks,
+            loss=self._plan.loss,
             divisor=self.assembly.divisor,
             settings=settings,
         )
+        return self._saver.step(entry)
 
     def _settle(self, version: int | None) -> None:
-        """The step has happened, in every book, before anybody is told: an observer may raise."""
+        """Every owner counts the step as made, before anybody is told: an observer may raise."""
         self._admission.settle(version)
         self.is_committed = bool(self.groups)
-        if self._books is not None:
-            self._books.commit(self.n, self.groups)
+        self._record.commit(self.n)
 
     def _tell(self, consumed: Sequence[GroupConsumed]) -> None:
         """Report what became of the members."""

@@ -23,9 +23,9 @@ from asyncrl.rollout.worker import refuse_in_worker
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch, GroupCompletion, StalePolicy, Truncation
 from asyncrl.training.evaluation import Evaluator
 from asyncrl.training.identity import run_identity
-from asyncrl.training.keeper import Checkpoints
 from asyncrl.training.plan import TrainingPlan, check_acknowledged, check_plan, check_versions
 from asyncrl.training.run import TrainingRun
+from asyncrl.training.saving import NothingSaved, RunSaver
 from asyncrl.training.signals import stopped_by
 from asyncrl.types import Row, Step
 
@@ -115,24 +115,22 @@ class AsyncTrainer:
         if not self._plan.repeat_dataset and steps > batches:
             raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
 
-        async def train(consumer: Consumer[Step], checkpoints: Checkpoints | None) -> None:
+        async def produce(consumer: Consumer[Step]) -> None:
+            saver = NothingSaved() if self.checkpointing is None else RunSaver(self.checkpointing)
+
             async def restore(policy: OpenPolicy) -> int:
                 # How many servers there are may be seen only now; nothing is live on them yet.
                 check_versions(self._plan, kept=policy.publisher.pins_versions, settings=self.engine.settings)
-                return 0 if checkpoints is None else await checkpoints.restore(self._plan, self.events, steps, policy)
+                return await saver.restore(self._plan, self.events, steps, policy)
 
-            async with kept(self.engine.opened(self.events, restore=restore)) as session:
-                training = TrainingRun(self._plan, session, self.engine, rows, steps, self.evaluator, checkpoints)
-                await training.run(consumer)
-
-        async def produce(consumer: Consumer[Step]) -> None:
-            if self.checkpointing is None:
-                await train(consumer, None)
-                return
-            checkpoints = Checkpoints(self.checkpointing)
             identity = partial(run_identity, self._plan, self.engine, rows)
-            opened = checkpoints.opened(identity, lambda group: rows[group % len(rows)], steps)
-            async with kept(stopped_by(self.checkpointing.signals, self.events)), kept(opened):
-                await train(consumer, checkpoints)
+            opened = saver.opened(identity, lambda group: rows[group % len(rows)], steps)
+            async with (
+                kept(stopped_by(saver.signals, self.events)),
+                kept(opened),
+                kept(self.engine.opened(self.events, restore=restore)) as session,
+            ):
+                training = TrainingRun(self._plan, session, self.engine, rows, steps, self.evaluator, saver)
+                await training.run(consumer)
 
         return iterate(produce)

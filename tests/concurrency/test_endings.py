@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError, NonFiniteError, ObserverError
 from asyncrl.events import Event, Events
 from asyncrl.rollout.calls import call_user
 from asyncrl.testing import ScriptedLearner, ScriptedPublisher, ScriptedSampler, run_virtual
-from asyncrl.training.keeper import Checkpoints
+from asyncrl.training.saving import RunSaver
 from tests.faults.case import Case, One
 
 
@@ -455,10 +455,10 @@ def test_a_save_that_fails_at_the_end_does_not_hide_why_the_run_ended(
         learner=_Learner(stage), sampler=_Sampler(closing=True), checkpointing=rl.Checkpointing(tmp_path / "run")
     )
 
-    def save(self: Checkpoints, state: object) -> None:
+    def save(self: RunSaver, state: object) -> None:
         raise _SAVING[saving]()
 
-    monkeypatch.setattr(Checkpoints, "_save", save)
+    monkeypatch.setattr(RunSaver, "_save", save)
     with pytest.raises(Exception) as caught:
         run_virtual(_drain, case.start(3, 4), 1 if stage == "break" else None)
     notes = "\n".join(getattr(caught.value, "__notes__", ()))

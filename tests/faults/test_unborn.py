@@ -22,7 +22,7 @@ from asyncrl.events import EvaluationFinished, Events, GroupBorn, GroupConsumed,
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.rollout.env import env_factory
 from asyncrl.testing import ScriptedSampler, run_virtual, scripted_policy
-from asyncrl.training.keeper import Checkpoints
+from asyncrl.training.saving import RunSaver
 from asyncrl.types import Group, Message, Row, Trajectory, TruncationCause
 from tests.faults.case import AGAIN, Case, HermesRenderer, One
 from tests.resume.runs import Chat, Life, Plan, consumed_rows, entries
@@ -215,10 +215,10 @@ class _LongChat(Chat):
 def killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped leaves what a kill would leave, and all of its journal; disks need not be waited for."""
 
-    async def nothing(self: Checkpoints, capture: Any, events: Events) -> None:
+    async def nothing(self: RunSaver, capture: Any, events: Events) -> None:
         return
 
-    monkeypatch.setattr(Checkpoints, "save_at_end", nothing)
+    monkeypatch.setattr(RunSaver, "save_at_end", nothing)
     monkeypatch.setattr(Journal, "forget", lambda self, n: None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 

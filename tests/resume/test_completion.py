@@ -35,8 +35,8 @@ from asyncrl.rollout.env import env_factory
 from asyncrl.rollout.groupplan import GroupPlan
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.testing import run_virtual
-from asyncrl.training.capture import Capture
-from asyncrl.training.keeper import Checkpoints
+from asyncrl.training.record import RunRecord
+from asyncrl.training.saving import RunSaver
 from asyncrl.types import DropReason, Group, Message, Row, Span, SpanKind, Trajectory, TruncationCause
 from tests.resume.runs import Chat, Life, Plan, entries, image
 from tests.scheduling.books import watched
@@ -117,7 +117,7 @@ def _played(plan: Plan, folder: Path, wanted: Container[int]) -> tuple[Life, int
         # In the next pass of the loop: what happens at once happens as a whole.
         asyncio.get_running_loop().call_soon(save)
 
-    with watched(Capture) as captures, watched(Checkpoints) as checkpoints:
+    with watched(RunRecord) as captures, watched(RunSaver) as checkpoints:
         life.bus.subscribe(soon)
         life.play()
     return life, events

@@ -1,4 +1,4 @@
-"""Checkpoints: the owner of a run directory while its run goes on.
+"""Saving a run: the owner of a run directory while its run goes on, and one that keeps nothing.
 
 What is written when, and how it is put together again, is here; what the files look like is in the modules beside this
 one. File work is done in threads of its own and never on the event loop: one for steps, so that a commit does not wait
@@ -8,15 +8,17 @@ for a snapshot, and one for everything else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
 from asyncrl.checkpoint.journal import Journal, JournalEntry
 from asyncrl.checkpoint.options import Checkpointing
@@ -24,20 +26,20 @@ from asyncrl.checkpoint.runfile import RunFile
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import RunState
 from asyncrl.checkpoint.weights import SavedWeights
-from asyncrl.concurrency.endings import Endings, note, noted
+from asyncrl.concurrency.endings import Endings, WhenBegun, note, noted
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.events import Events, MemberResumed, Notice
 from asyncrl.files import locked, reading, sweep
-from asyncrl.learning.base import Learner
+from asyncrl.learning.base import Learner, TrainingSequence
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import told_step
 from asyncrl.publishing.policy import OpenPolicy
 from asyncrl.seals import read_json, write_json
 from asyncrl.training.plan import TrainingPlan
-from asyncrl.training.resume import Recovery, begin_late_anew, find_versions, renew_unsampled, require_versions
+from asyncrl.training.resume import ResumeCounts, begin_late_anew, find_versions, renew_unsampled, require_versions
 from asyncrl.types import Row
 
-__all__ = ["Checkpoints"]
+__all__ = ["NothingSaved", "RunSaver", "Saver"]
 
 _FOLDERS = ("state", "weights", "journal")
 _EVALUATED = "evaluated.json"
@@ -45,15 +47,19 @@ _GRACE_S = 30.0
 # The longest that a save at the end of a run may take. What it would have saved is then as old as the save before it.
 
 
-class Checkpoints:
+class RunSaver:
     """Owns ``options.directory``. Enter ``opened`` first; then ``state`` is where the run goes on."""
 
     def __init__(self, options: Checkpointing) -> None:
         self.state = RunState()
         """As it was found; empty for a new run."""
-        self.recovery = Recovery()
         self.evaluated = -1
         """The newest step after which the policy was measured; -1 if it never was."""
+        self.signals: Sequence[signal.Signals] = options.signals
+        """What stops the run in order."""
+        self._counts = ResumeCounts()
+        self._chunks: list[Sequence[TrainingSequence]] = []
+        # Forward-backward passes of the step under way.
         self._options = options
         self._directory = options.directory
         self._file = RunFile(self._directory)
@@ -66,14 +72,19 @@ class Checkpoints:
         # Step and version of the newest saved weights.
 
     @property
-    def steps_before(self) -> int | None:
+    def resumable(self) -> bool:
+        """True: environments are asked for what they need to be brought back."""
+        return True
+
+    @property
+    def _steps_before(self) -> int | None:
         """Of which length the run was to be so far; None if it is new."""
         return self._file.steps_before
 
     @asynccontextmanager
     async def opened(
         self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
-    ) -> AsyncGenerator[Checkpoints, None]:
+    ) -> AsyncGenerator[None, None]:
         """Lock the directory and read what is in it. ``row(index)`` is that of a group.
 
         ``plan()`` says what the run is (``fingerprint.py``; it is called in a thread); ``ConfigError`` if the state in
@@ -86,22 +97,22 @@ class Checkpoints:
             stack.callback(lock.__exit__, None, None, None)
             await self._off_loop(lambda: self._read(plan(), row, steps))
             stack.callback(self._snapshots.close)
-            yield self
+            yield
 
     async def restore(self, plan: TrainingPlan, events: Events, steps: int, policy: OpenPolicy) -> int:
         """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
-        self._exit.callback(events.subscribe(self.recovery.observe, kinds=(MemberResumed,)))
+        self._exit.callback(events.subscribe(self._counts.observe, kinds=(MemberResumed,)))
         version = await self._restore_learner(policy.learner, plan.loss)
         for name, error in self._passed_over():
             keys = {"reason": str(error)}
             events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys=keys))
-        if self.steps_before is None:
+        if self._steps_before is None:
             return version
         require_versions(self.state)
         renew_unsampled(self.state)
         if plan.stale_policy == "wait":
             for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
-                self.recovery.groups_begun_anew += 1
+                self._counts.groups_begun_anew += 1
                 now = anyio.current_time()
                 events.emit(Notice(time=now, name="group_begun_anew", level="warning", keys=late))
         pins = plan.sampling_policy == "trajectory"
@@ -112,12 +123,12 @@ class Checkpoints:
             "step": self.state.n,
             "version": version,
             "groups": len(self.state.groups),
-            "replayed": self.recovery.steps_replayed,
+            "replayed": self._counts.steps_replayed,
         }
         events.emit(Notice(time=anyio.current_time(), name="resumed", keys=resumed))
-        if plan.optimizer.schedule is not None and steps != self.steps_before and self.state.n < steps:
-            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self.steps_before, steps))
-            changed = {"steps": steps, "steps_before": self.steps_before, "lr": now, "lr_before": before}
+        if plan.optimizer.schedule is not None and steps != self._steps_before and self.state.n < steps:
+            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self._steps_before, steps))
+            changed = {"steps": steps, "steps_before": self._steps_before, "lr": now, "lr_before": before}
             notice = Notice(time=anyio.current_time(), name="schedule_stretched", level="warning", keys=changed)
             events.emit(notice)
         return version
@@ -164,21 +175,26 @@ class Checkpoints:
             await learner.forward_backward(chunk, loss)
         if entry.settings is not None:
             await learner.optimizer_step(entry.settings, divisor=entry.divisor)
-            self.recovery.steps_replayed += 1
+            self._counts.steps_replayed += 1
+
+    def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
+        """The step under way has one more forward-backward pass, over these."""
+        self._chunks.append(sequences)
 
     @asynccontextmanager
     async def step(self, entry: JournalEntry) -> AsyncGenerator[None, None]:
         """The block makes the step happen. Its entry is written meanwhile, and when both are done, it is committed.
 
-        Cancellation waits for that. If the learner refuses the step, its batch is kept for inspection.
+        The entry gets what only this object knows: the run, and the passes of ``add_chunk`` since the last step.
+        Cancellation waits for all that. If the learner refuses the step, its batch is kept for inspection.
         """
+        entry = replace(entry, run=self._file.run, chunks=self._chunks)
+        self._chunks = []
         with anyio.CancelScope(shield=True):
             failure: LearnerError | None = None
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(
-                        self._in_step_thread, partial(self._journal.draft, replace(entry, run=self._file.run))
-                    )
+                    tasks.start_soon(self._in_step_thread, partial(self._journal.draft, entry))
                     try:
                         yield
                     except LearnerError as error:
@@ -201,11 +217,9 @@ class Checkpoints:
             await self._weights.save(learner, n=n, version=version, run=self._file.run)
             self._saved = (n, version)
 
-    async def run(self, capture: Callable[[], RunState]) -> None:
-        """Save what is being sampled every now and then, until cancelled."""
-        while True:
-            await anyio.sleep(self._options.rollout_every)
-            await self._off_loop(partial(self._save, capture()))
+    def save_regularly(self, tasks: TaskGroup, capture: Callable[[], RunState]) -> None:
+        """Save what is being sampled every now and then, in ``tasks``, until they are cancelled."""
+        tasks.start_soon(WhenBegun, self._save_regularly, capture)
 
     async def save_at_end(self, capture: Callable[[], RunState], events: Events) -> None:
         """Save once more, however the run ends. It must not hide how: a save that fails is a notice."""
@@ -219,10 +233,19 @@ class Checkpoints:
         keys = {"directory": str(self._directory), "reason": reason}
         events.emit(Notice(time=anyio.current_time(), name="state_not_saved", level="error", keys=keys))
 
+    def metrics(self) -> Mapping[str, float]:
+        """What was done again because the run was resumed."""
+        return self._counts.metrics()
+
     async def note_evaluated(self, n: int) -> None:
         """The policy after step ``n`` was measured, and need not be again."""
         self.evaluated = n
         await self._off_loop(lambda: write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+
+    async def _save_regularly(self, capture: Callable[[], RunState]) -> None:
+        while True:
+            await anyio.sleep(self._options.rollout_every)
+            await self._off_loop(partial(self._save, capture()))
 
     def _make(self) -> None:
         try:
@@ -282,8 +305,7 @@ class Checkpoints:
         return [(name, error) for name, error in found if error is not None]
 
     def _save(self, state: RunState) -> None:
-        state.run = self._file.run
-        oldest = self._snapshots.write(state)
+        oldest = self._snapshots.write(replace(state, run=self._file.run))
         # Of a step before both, neither the parameters nor the groups are needed.
         self._journal.forget(min(oldest, self._saved[0]))
 
@@ -299,3 +321,52 @@ class Checkpoints:
             await anyio.lowlevel.checkpoint()
             return function()
         return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)
+
+
+class NothingSaved:
+    """Stands for a ``RunSaver`` where nothing is kept: each run begins at its start, and saving does nothing."""
+
+    resumable = False
+    evaluated = -1
+    signals: Sequence[signal.Signals] = ()
+
+    def __init__(self) -> None:
+        self.state = RunState()
+        self._counts = ResumeCounts()
+
+    def opened(
+        self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
+    ) -> AbstractAsyncContextManager[None]:
+        """There is nothing to open."""
+        return nullcontext()
+
+    async def restore(self, plan: TrainingPlan, events: Events, steps: int, policy: OpenPolicy) -> int:
+        """The policy is as it was opened: version 0."""
+        return 0
+
+    def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
+        """Nobody will repeat it."""
+
+    def step(self, entry: JournalEntry) -> AbstractAsyncContextManager[None]:
+        """The block makes the step happen."""
+        return nullcontext()
+
+    async def save_weights(self, learner: Learner, *, n: int, version: int, at_once: bool = False) -> None:
+        """Does nothing."""
+
+    def save_regularly(self, tasks: TaskGroup, capture: Callable[[], RunState]) -> None:
+        """Does nothing."""
+
+    async def save_at_end(self, capture: Callable[[], RunState], events: Events) -> None:
+        """Does nothing."""
+
+    async def note_evaluated(self, n: int) -> None:
+        """Does nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Zeros."""
+        return self._counts.metrics()
+
+
+Saver: TypeAlias = RunSaver | NothingSaved
+"""What a run talks to about saving."""

@@ -1,21 +1,25 @@
 """Between the owners of a run's state and a ``RunState``.
 
-``Capture`` takes the value while the run goes on. On the event loop it only collects references, and copies the lists
-of trajectories that are under way: what it costs grows with the number of spans and messages, not of tokens.
+``RunRecord.state`` makes the value while the run goes on. On the event loop it only collects references, and copies the
+lists of trajectories that are under way: what it costs grows with the number of spans and messages, not of tokens.
 ``restore`` gives it back to new owners.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import anyio
 
-from asyncrl.checkpoint.journal import Renewed
+from asyncrl.checkpoint.journal import Consumed, JournalEntry, Renewed
 from asyncrl.checkpoint.state import GroupState, RunState, started_anew
 from asyncrl.checkpoint.values import frozen
+from asyncrl.events import GroupConsumed
+from asyncrl.learning.base import OptimizerSettings
+from asyncrl.learning.losses import Loss
 from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.observe.untrained import Untrained
 from asyncrl.rollout.progress import GroupProgress
@@ -25,12 +29,15 @@ from asyncrl.scheduling.ledger import Ledger, LedgerTotals
 from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.types import Group
 
-__all__ = ["Capture", "restored_ledger"]
+__all__ = ["RunRecord", "restored_ledger"]
 
 
 @dataclass(slots=True)
-class Capture:
-    """Owns what is known of outstanding groups beside what their owners know."""
+class RunRecord:
+    """Owns what is known of outstanding groups beside what their owners know.
+
+    Of each step it is told in the order ``begin``, ``entry``, ``commit``.
+    """
 
     admission: Admission
     batches: Batches
@@ -40,15 +47,18 @@ class Capture:
     untrained: Untrained
     n: int = 0
     """Steps that were committed."""
-    rollout_keys: Iterable[str] = ()
+    rollout_keys: dict[str, float] = field(default_factory=dict)
+    """Metrics that environments have reported so far -> 0.0."""
     progress: dict[int, GroupProgress] = field(default_factory=dict)
     """Group -> its progress, until it is finished."""
     taken: dict[int, set[int]] = field(default_factory=dict)
     """Group -> members that committed steps have consumed, if others of it follow."""
-    begun: Sequence[Group] = ()
+    step_groups: Sequence[Group] = ()
     """Groups of the step under way."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """Groups that were given up since the last commit, and why."""
+    _dropped_in_entry: int = 0
+    # How many of ``dropped`` the entry of the step under way names.
     renewed: dict[int, Renewed] = field(default_factory=dict)
     """Outstanding groups that have begun anew -> their newest start."""
 
@@ -62,11 +72,51 @@ class Capture:
         self.dropped.append((group, reason))
         self.renewed.pop(group, None)
 
-    def commit(self, n: int, groups: Sequence[Group], dropped: int) -> None:
-        """Step ``n`` was committed, with these groups, and with the first ``dropped`` of those that were given up."""
-        self.n = n
-        self.begun = ()
-        del self.dropped[:dropped]
+    def keep_columns(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Zero for each metric that an environment has ever reported, in ``metrics`` or before."""
+        self.rollout_keys |= {key: 0.0 for key in metrics if key.startswith("rollout/")}
+        return self.rollout_keys
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """A step begins, whose groups will be in this list."""
+        self.step_groups = groups
+
+    def entry(
+        self,
+        *,
+        n: int,
+        version: int,
+        consumed: Sequence[GroupConsumed],
+        loss: Loss,
+        divisor: float,
+        settings: OptimizerSettings | None,
+    ) -> JournalEntry:
+        """What the journal says of step ``n``, which takes a step of the optimizer, or none without ``settings``."""
+        self._dropped_in_entry = len(self.dropped)
+        return JournalEntry(
+            n=n,
+            version=version,
+            admitted=self.admission.admitted,
+            consumed=tuple(
+                Consumed(group=group.index, members=tuple(traj.member for traj in group.members_G), final=group.final)
+                for group in self.step_groups
+            ),
+            dropped=tuple(self.dropped),
+            renewed=tuple(self.renewed.values()),
+            trained_members=sum(event.trained for event in consumed),
+            dropped_members=sum((Counter(event.dropped) for event in consumed), Counter()),
+            failed_attempts=self.ledger.totals.failed_attempts,
+            rerolled=self.ledger.totals.rerolled,
+            loss=repr(loss),
+            divisor=divisor if settings is not None else 1.0,
+            settings=settings,
+        )
+
+    def commit(self, n: int) -> None:
+        """Step ``n`` was committed. Called before anything else can happen."""
+        groups, self.n, self.step_groups = self.step_groups, n, ()
+        del self.dropped[: self._dropped_in_entry]
+        self._dropped_in_entry = 0
         for group in groups:
             if group.final:
                 self.taken.pop(group.index, None)
@@ -87,7 +137,7 @@ class Capture:
             )
             for group, (due, _) in sorted(self.admission.books().items())
         }
-        for part in (*self.begun, *self.batches.waiting()):
+        for part in (*self.step_groups, *self.batches.waiting()):
             groups[part.index].parts.append(part)
         return RunState(
             n=self.n,
@@ -119,6 +169,7 @@ class Capture:
             books={group.index: (group.due, len(group.taken)) for group in state.groups.values()},
         )
         self.recorder.go_on(state.sums)
+        self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
         for group in state.groups.values():
             if group.taken:
                 self.taken[group.index] = set(group.taken)
