@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 __all__ = ["CUT", "QUESTION", "TURN", "ControlTokens", "Tokenizer"]
@@ -27,6 +28,9 @@ QUESTION = "asyncrl:question"
 TURN = "asyncrl:turn"
 """The same for what a model said."""
 _REPLACEMENT = "\ufffd"
+_SHORT = 64
+# Characters: texts of up to that length, such as the words of a tool's schema, are shielded again and again.
+_REMEMBERED = 1024
 
 
 class ControlTokens:
@@ -117,6 +121,7 @@ class _Cuts:
         self._starts = {text[:length] for text in texts for length in range(2, len(text))}
         self._ends = {text[-length:] for text in texts for length in range(2, len(text))}
         self._longest = max(map(len, texts), default=0)
+        self._remembered = lru_cache(maxsize=_REMEMBERED)(self._apply)
 
     def found(self, text: str) -> bool:
         return self._pattern.search(text) is not None
@@ -127,6 +132,9 @@ class _Cuts:
 
     def apply(self, text: str) -> str:
         """``text`` cut within each spelling, and at its own edges if a spelling may go on beyond them."""
+        return self._remembered(text) if len(text) <= _SHORT else self._apply(text)
+
+    def _apply(self, text: str) -> str:
         reach = range(2, min(self._longest, len(text) + 1))
         head = CUT if any(text[:length] in self._ends for length in reach) else ""
         tail = CUT if any(text[-length:] in self._starts for length in reach) else ""
