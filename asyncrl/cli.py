@@ -193,10 +193,19 @@ def _install_sglang(arguments: argparse.Namespace) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> None:
     from asyncrl.simulation.command import run_simulation
+    from asyncrl.simulation.grid import RunOptions
     from asyncrl.simulation.options import read_options
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    run_simulation(recipe, read_options(vars(arguments), recipe), _say)
+    lora = recipe.learner["lora"]
+    run = RunOptions(
+        path=recipe.path,
+        engine=recipe.engine,
+        trainer=recipe.trainer,
+        steps=recipe.steps,
+        lora_rank=None if lora is None else lora.r,
+    )
+    run_simulation(run, read_options(vars(arguments), run), _say)
 
 
 def _render(arguments: argparse.Namespace) -> None:
@@ -229,7 +238,7 @@ def _demo_recipe() -> Path:
 
 def _run_directory(recipe: Recipe, chosen: Path | None, resume: Path | None) -> Path:
     if resume is not None:
-        if not recipe.checkpoint.enabled:
+        if recipe.checkpointing is None:
             raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
         if not os.path.lexists(resume / _RUN_FILES[0]):
             raise ConfigError.for_value("--resume", str(resume), "the folder of a run (there is no run.json in it)")

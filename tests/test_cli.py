@@ -72,10 +72,9 @@ class _Case:
         engine = rl.RolloutEngine(policy, env=OneTurn, renderer=ByteRenderer())
         evaluator = rl.Evaluator(rows=self.heldout) if self.heldout else None
         trainer = rl.AsyncTrainer(
-            engine=engine, optimizer=recipe.optimizer, groups_per_step=2, group_size=2, evaluator=evaluator
+            engine=engine, optimizer=recipe.trainer["optimizer"], groups_per_step=2, group_size=2, evaluator=evaluator
         )
-        steps = recipe.trainer.steps
-        return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=[0, 1, 2], steps=steps)
+        return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=[0, 1, 2], steps=recipe.steps)
 
     def run(self, command: str, *arguments: str) -> tuple[int, list[str], str]:
         """Exit code, lines of stdout, stderr."""

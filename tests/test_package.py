@@ -35,8 +35,7 @@ LAYERS = [
     ["rollout"],
     ["checkpoint", "observe", "testing"],
     ["training"],
-    ["recipe"],
-    ["simulation"],
+    ["recipe", "simulation"],
     ["cli"],
     ["__main__"],
 ]

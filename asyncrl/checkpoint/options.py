@@ -38,9 +38,9 @@ class Checkpointing:
     process at once. The ``asyncrl`` command handles signals by itself."""
 
     def __post_init__(self) -> None:
-        require_count("checkpointing.weights_every", self.weights_every, least=1)
+        require_count("checkpoint.weights_every", self.weights_every, least=1)
         if not 0 < self.rollout_every < math.inf:
-            raise ConfigError.for_value("checkpointing.rollout_every", self.rollout_every, "more than 0 seconds")
+            raise ConfigError.for_value("checkpoint.rollout_every", self.rollout_every, "more than 0 seconds")
         for name in self.on_signal:
             if name not in get_args(StopSignal):
                 raise ConfigError.for_value("checkpointing.on_signal", name, f"one of {get_args(StopSignal)}")

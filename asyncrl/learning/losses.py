@@ -188,7 +188,7 @@ _BY_NAME: Mapping[str, type[CISPO | PPO | DecoupledPPO | ImportanceSampling | Po
 }
 
 
-def loss_from(loss: str | Loss, **options: float) -> Loss:
+def loss_from(loss: str | Loss, /, **options: float) -> Loss:
     """A loss by name with its ``options``, or the object itself; ``ConfigError`` for an unknown name or option."""
     if not isinstance(loss, str):
         if options:

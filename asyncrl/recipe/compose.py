@@ -20,24 +20,24 @@ from typing import Any
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError
 from asyncrl.learning.base import Learner
-from asyncrl.learning.losses import loss_from
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
 from asyncrl.publishing.policy import Policy
-from asyncrl.recipe.config import ModelSection, Recipe, cache_directory
+from asyncrl.recipe.config import ModelFolder, Recipe
 from asyncrl.recipe.references import call, require_keywords, resolve
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.env import Env
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.sources import FileSource
+from asyncrl.servers.machine import cache_directory
 from asyncrl.servers.sglangcommand import Machine, SGLangOptions, plan_command, split_gpus
 from asyncrl.servers.sglangserver import server_url
 from asyncrl.training.evaluation import Evaluator
 from asyncrl.training.trainer import AsyncTrainer
 from asyncrl.types import Row
 
-__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts", "engine_options", "trainer_options"]
+__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts"]
 
 _LEAST_ADAPTERS = 8
 _SPARE_ADAPTERS = 4
@@ -75,19 +75,14 @@ def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
         env=_environment(recipe.env.factory, recipe.env.options, base),
         rows=_rows("data.train", recipe.data.train, base),
         evaluator=_evaluator(recipe, base),
-        trainer=trainer_options(recipe),
     )
     if recipe.model.source is not None:
         # Making the model can take a minute: what is refused anyway is refused before that.
-        unmade: Any = _UnmadeLearner(lora_rank=recipe.model.lora.r if recipe.model.lora else None)
+        lora = recipe.learner["lora"]
+        unmade: Any = _UnmadeLearner(lora_rank=lora.r if lora else None)
         _wire(recipe, parts, unmade, None, directory)
     model = _model(recipe.model, base)
-    learner = TorchLearner(
-        model,
-        seed=recipe.rollout.seed,
-        **_keywords(recipe.model, without=("path", "source")),
-    )
-    return _wire(recipe, parts, learner, model, directory)
+    return _wire(recipe, parts, TorchLearner(model, seed=recipe.engine["seed"], **recipe.learner), model, directory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +115,6 @@ class _Parts:
     env: Callable[[], Env]
     rows: Sequence[Row]
     evaluator: Evaluator | None
-    trainer: Mapping[str, Any]
-    """The trainer's options, the loss made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,36 +127,28 @@ class _UnmadeLearner:
 
 def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, directory: Path | None) -> ComposedRun:
     """``model``: None if it is not made yet."""
-    policy = Policy(
-        learner,
-        sampler=_sampler(recipe, model, directory),
-        directory=None if directory is None else directory / "adapters",
-        sampler_threads=recipe.sampler.threads,
-        publication=recipe.publication.method,
-        **_keywords(recipe.publication, without=("method",)),
-    )
-    engine = RolloutEngine(policy, env=parts.env, **engine_options(recipe))
+    adapters = None if directory is None else directory / "adapters"
+    policy = Policy(learner, sampler=_sampler(recipe, model, directory), directory=adapters, **recipe.policy)
+    engine = RolloutEngine(policy, env=parts.env, **recipe.engine)
     trainer = AsyncTrainer(
-        engine=engine, evaluator=parts.evaluator, checkpointing=_checkpointing(recipe, directory), **parts.trainer
+        engine=engine, evaluator=parts.evaluator, checkpointing=_checkpointing(recipe, directory), **recipe.trainer
     )
-    return ComposedRun(
-        trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.trainer.steps
-    )
+    return ComposedRun(trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.steps)
 
 
 def _checkpointing(recipe: Recipe, directory: Path | None) -> Checkpointing | None:
-    if directory is None or not recipe.checkpoint.enabled:
+    if directory is None or recipe.checkpointing is None:
         return None
-    return Checkpointing(directory, **_keywords(recipe.checkpoint, without=("enabled",)))
+    return Checkpointing(directory, **recipe.checkpointing)
 
 
 def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLang | None:
     """The client of the servers that the recipe names or has started; None is the embedded server."""
     section = recipe.sampler
-    if section.urls or section.urls_file is not None:
+    if section.named:
         # A relative path is seen from the recipe's folder, as that of a model is.
         source = section.urls or FileSource(recipe.path.resolve().parent / str(section.urls_file))
-        return SGLang(source, router=section.router, api_key=section.api_key(), admin_key=section.admin_key())
+        return SGLang(source, api_key=section.api_key(), admin_key=section.admin_key(), **recipe.client)
     if not section.launches:
         return None
     options = _server_options(recipe, model or recipe.path.parent)
@@ -178,42 +163,18 @@ def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLa
 
 
 def _server_options(recipe: Recipe, model: Path) -> SGLangOptions:
-    section = recipe.sampler
-    return SGLangOptions(
-        model=model,
-        lora=recipe.model.lora,
-        # The publisher compares log-probabilities of both sides.
-        dtype=recipe.model.dtype,
-        max_loras_per_batch=max(_LEAST_ADAPTERS, recipe.trainer.max_staleness + _SPARE_ADAPTERS),
-        python=None if section.python is None else Path(section.python),
-        api_key=section.api_key(),
-        seed=recipe.rollout.seed,
-        **{name: getattr(section, name) for name in ("threads", "tensor_parallel", "device", "arguments")},
-    )
-
-
-def engine_options(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of ``RolloutEngine``, all but the policy and the environment."""
-    return {
-        "budget": recipe.budget,
-        "schedule": recipe.schedule,
-        "failures": recipe.failures,
-        **_keywords(recipe.rollout),
-    }
-
-
-def trainer_options(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of ``AsyncTrainer``, all but the engine and the evaluator. Raises ``ConfigError`` for the loss."""
-    overlap = recipe.trainer.forward_backward_batch
-    return {
-        "optimizer": recipe.optimizer,
-        "advantage": recipe.advantage,
-        "completion": recipe.completion,
-        "truncation": recipe.truncation,
-        "loss": loss_from(recipe.trainer.loss, **recipe.loss),
-        "forward_backward_batch": None if overlap == "off" else overlap,
-        **_keywords(recipe.trainer, without=("steps", "loss", "forward_backward_batch")),
-    }
+    try:
+        return SGLangOptions(
+            model=model,
+            # The publisher compares log-probabilities of both sides, so both have the same dtype.
+            **{name: recipe.learner[name] for name in ("lora", "dtype")},
+            max_loras_per_batch=max(_LEAST_ADAPTERS, recipe.trainer["max_staleness"] + _SPARE_ADAPTERS),
+            api_key=recipe.sampler.api_key(),
+            seed=recipe.engine["seed"],
+            **recipe.launched,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"sampler.{error}") from error
 
 
 def _environment(reference: str, options: Mapping[str, object], base: Path) -> Callable[[], Env]:
@@ -234,10 +195,10 @@ def _evaluator(recipe: Recipe, base: Path) -> Evaluator | None:
     if recipe.data.heldout is None:
         return None
     rows = _rows("data.heldout", recipe.data.heldout, base)
-    return Evaluator(rows=rows, **_keywords(recipe.evaluation))
+    return Evaluator(rows=rows, **recipe.evaluation)
 
 
-def _model(model: ModelSection, base: Path) -> Path:
+def _model(model: ModelFolder, base: Path) -> Path:
     """The model's folder, made first if the recipe has a function for it."""
     if model.source is None:
         return base / str(model.path)
@@ -275,9 +236,3 @@ def _write_model(build: object, folder: Path, reference: str) -> None:
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _keywords(section: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a section as keyword arguments of the class that it names."""
-    names = [field.name for field in dataclasses.fields(section) if field.name not in without]
-    return {name: getattr(section, name) for name in names}

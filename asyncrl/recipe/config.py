@@ -1,8 +1,9 @@
-"""Recipes: a run as a TOML file, read into values.
+"""Recipes: a run as a TOML file, read into what the constructors of the run are called with.
 
-``load_recipe`` checks every key and value without importing the user's code, the model or torch; ``compose`` builds the
-run from the result. Each table is one section below. The tables of the schedule, the budget and the like are the fields
-of the objects that Python users pass, so that a knob is described once, beside the rule that it feeds.
+``load_recipe`` checks every key and the type of every value without importing the user's code, the model or torch;
+``compose`` builds the run from the result. The keys of a section are the options of the class that it is for, as its
+constructor has them, and the few that only a recipe has, which are below. Values out of range are refused by the
+constructors: some of them here, the others by ``compose``.
 
 Paths and references (``env.py:GuessNumber``) are relative to the recipe; the run directory to where the command runs.
 Nothing here reads the environment of the process: ``servers/machine.py`` does.
@@ -11,72 +12,46 @@ Nothing here reads the environment of the process: ``servers/machine.py`` does.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_type_hints
+from typing import Any, Literal, TypeAlias
 
+from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.learning.advantages import Batchwise, GroupCentered
-from asyncrl.learning.lora import LoraConfig
-from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.losses import loss_from
 from asyncrl.learning.optimizer import Adam, cosine
-from asyncrl.learning.torch_learner import DType
+from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
-from asyncrl.publishing.base import BUCKET_BYTES
-from asyncrl.publishing.methods import Publication
-from asyncrl.recipe.tables import Table, override, parse_tables, read_table, require_known
+from asyncrl.publishing.policy import Policy
+from asyncrl.recipe.tables import Key, Table, keys_of, override, parse_tables, read_keywords, read_table, require_known
 from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.failures import Failures
-from asyncrl.sampling.wire import PauseMode
-from asyncrl.scheduling.rules import (
-    BatchOrder,
-    ForwardBackwardBatch,
-    GroupCompletion,
-    KVCache,
-    SamplingPolicy,
-    Schedule,
-    StalePolicy,
-    Truncation,
-)
-from asyncrl.servers.machine import cache_directory, read_secret
+from asyncrl.sampling.sglang import SGLang
+from asyncrl.scheduling.rules import GroupCompletion, Schedule, Truncation
+from asyncrl.servers.machine import read_secret
+from asyncrl.servers.sglangcommand import SGLangOptions
+from asyncrl.training.evaluation import Evaluator
+from asyncrl.training.trainer import AsyncTrainer
 
-__all__ = [
-    "CheckpointSection",
-    "DataSection",
-    "EnvSection",
-    "EvaluationSection",
-    "ModelSection",
-    "PublicationSection",
-    "Recipe",
-    "RolloutSection",
-    "RunSection",
-    "SamplerSection",
-    "TrainerSection",
-    "cache_directory",
-    "load_recipe",
-]
+__all__ = ["SECTIONS", "DataFiles", "Environment", "ModelFolder", "Recipe", "RunFolder", "Servers", "load_recipe"]
 
-Advantage: TypeAlias = GroupCentered | Batchwise
-_ADVANTAGES: Mapping[str, type[Advantage]] = {"group_centered": GroupCentered, "batchwise": Batchwise}
+Keywords: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of a constructor, all that a recipe can say."""
+
+_ADVANTAGES: Mapping[str, type[GroupCentered | Batchwise]] = {"group_centered": GroupCentered, "batchwise": Batchwise}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
-    """``[model]``: what is trained; see ``TorchLearner``. Exactly one of ``path`` and ``source``."""
+class ModelFolder:
+    """Of ``[model]``: what is trained. Exactly one of both; the other keys are those of ``TorchLearner``."""
 
     path: str | None = None
     """Model folder with its tokenizer."""
     source: str | None = None
     """Reference to ``function(directory: Path) -> None`` that writes a model folder; it is called once, then cached."""
-    lora: LoraConfig | None = None
-    """Train an adapter; without it all weights."""
-    dtype: DType = "float32"
-    device: str = "auto"
-    threads: int | None = None
-    micro_batch_tokens: int = 4096
-    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.source is None):
@@ -84,7 +59,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSection:
+class Environment:
     """``[env]``: where the reward comes from. Every key but ``factory`` is a keyword of the environment."""
 
     factory: str
@@ -93,7 +68,7 @@ class EnvSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
+class DataFiles:
     """``[data]``: references to functions without arguments that return lists of rows."""
 
     train: str
@@ -102,8 +77,11 @@ class DataSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerSection:
-    """``[sampler]``: the embedded server in a process of its own; SGLang servers by URL, or of our own without URLs."""
+class Servers:
+    """``[sampler]``: the embedded server in a process of its own; SGLang servers by URL, or of our own without URLs.
+
+    The other keys are those of ``SGLang`` and of ``SGLangOptions``, for servers that the run starts.
+    """
 
     backend: Literal["embedded", "sglang"] = "embedded"
     urls: tuple[str, ...] = ()
@@ -111,52 +89,30 @@ class SamplerSection:
     started on this machine for the run."""
     urls_file: str | None = None
     """Instead of ``urls``: a file with one URL a line, which is read again while the run goes on."""
-    router: str | None = None
-    """URL of a router in front of these servers, for sampling requests."""
-    threads: int = 1
-    """Of the embedded server, and of an SGLang server of our own on a CPU."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' key; the key itself has no place in a recipe."""
     admin_key_env: str | None = None
     """The same for the key of control routes, if the servers have one beside the other."""
     servers: int = 1
-    """SGLang servers of our own; this and the next ones only for those."""
-    tensor_parallel: int = 1
-    """GPUs of each."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    python: str | None = None
-    """Interpreter that has SGLang; see ``SGLangOptions``."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of SGLang's command, as it spells them."""
+    """SGLang servers that the run starts."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "servers", "tensor_parallel"):
-            require_count(f"sampler.{name}", getattr(self, name), least=1)
+        require_count("sampler.servers", self.servers, least=1)
         if self.urls and self.backend == "embedded":
             raise ConfigError.for_value("sampler.urls", list(self.urls), "left out for backend 'embedded'")
         if self.urls_file is not None and (self.urls or self.backend == "embedded"):
             allowed = "left out for backend 'embedded' and beside sampler.urls"
             raise ConfigError.for_value("sampler.urls_file", self.urls_file, allowed)
-        for name in ("router", "admin_key_env"):
-            if getattr(self, name) is not None and not (self.urls or self.urls_file):
-                allowed = "left out, for it is about servers of sampler.urls or sampler.urls_file"
-                raise ConfigError.for_value(f"sampler.{name}", getattr(self, name), allowed)
-        if not self.launches:
-            for name, unset in (
-                ("servers", 1),
-                ("tensor_parallel", 1),
-                ("device", "auto"),
-                ("python", None),
-                ("arguments", ()),
-            ):
-                if getattr(self, name) != unset:
-                    allowed = f"{unset!r} or left out, for it is about servers of backend 'sglang' that the run starts"
-                    raise ConfigError.for_value(f"sampler.{name}", getattr(self, name), allowed)
+
+    @property
+    def named(self) -> bool:
+        """True if the recipe says where the servers are."""
+        return bool(self.urls) or self.urls_file is not None
 
     @property
     def launches(self) -> bool:
         """True if the run starts real SGLang servers."""
-        return self.backend == "sglang" and not self.urls and self.urls_file is None
+        return self.backend == "sglang" and not self.named
 
     def api_key(self) -> str | None:
         """The servers' key, read from the environment now; None if the recipe names no variable."""
@@ -172,89 +128,7 @@ class SamplerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublicationSection:
-    """``[publication]``: how a new version reaches the servers; see ``Policy``."""
-
-    method: Publication = "disk"
-    """"tensors" and "distributed" (full weights only) need no file system that servers share."""
-    pause_mode: PauseMode = "retract"
-    """Full weights: what becomes of requests that run when an update comes."""
-    bucket_bytes: int = BUCKET_BYTES
-    """Of one piece of the weights, with other methods than "disk"."""
-    probe_tolerance: float = 1e-3
-    """Largest log-probability difference between servers and learner; bfloat16 needs some tenths."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSection:
-    """``[rollout]``: how the policy is sampled; see ``RolloutEngine``."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int = 0
-    """Of every random choice of the run: sampling, and the initial adapter."""
-    sampling_policy: SamplingPolicy = "trajectory"
-    kv_cache: KVCache | None = None
-    renderer: Literal["auto", "chat", "text"] = "chat"
-    template_options: Table | None = None
-    """Variables of the chat template, such as ``enable_thinking``."""
-    stop: tuple[str, ...] = ()
-    environment_timeout: float = 600.0
-    """Seconds."""
-    trajectory_timeout: float | None = None
-    """Seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSection:
-    """``[trainer]``: the loop; see ``AsyncTrainer``."""
-
-    steps: int
-    groups_per_step: int
-    group_size: int = 16
-    max_staleness: int = 2
-    loss: str = "cispo"
-    """Its options are in ``[loss]``."""
-    normalize: Normalize = "token"
-    stale_policy: StalePolicy = "wait"
-    batch_order: BatchOrder = "completion"
-    repeat_dataset: bool = True
-    forward_backward_batch: Literal["auto", "off"] | ForwardBackwardBatch = "auto"
-    allow_trajectory_loss: bool = False
-    allow_unbounded_staleness: bool = False
-
-    def __post_init__(self) -> None:
-        require_count("trainer.steps", self.steps, least=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSection:
-    """``[evaluation]`` of the rows of ``data.heldout``; see ``Evaluator``."""
-
-    every: int = 0
-    group_size: int = 2
-    temperature: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSection:
-    """``[checkpoint]``: the run's state in its folder, so that ``--resume`` goes on; see ``Checkpointing``."""
-
-    enabled: bool = True
-    weights_every: int = 20
-    """Optimizer steps."""
-    rollout_every: float = 60.0
-    """Seconds."""
-
-    def __post_init__(self) -> None:
-        require_count("checkpoint.weights_every", self.weights_every, least=1)
-        if not 0 < self.rollout_every < math.inf:
-            raise ConfigError.for_value("checkpoint.rollout_every", self.rollout_every, "more than 0 seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSection:
+class RunFolder:
     """``[run]``: what is left of a run."""
 
     directory: str = "runs"
@@ -263,30 +137,89 @@ class RunSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """Of ``[trainer]``; the other keys are those of ``AsyncTrainer``, and the loss has its options in ``[loss]``."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        require_count("trainer.steps", self.steps, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoints:
+    """Of ``[checkpoint]``; the other keys are those of ``Checkpointing``."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LearningRate:
+    """Of ``[optimizer]``: how ``lr`` changes over the run, with the keys of ``cosine``; the others are Adam's."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+
+
+_GIVEN = ("model", "lora", "dtype", "seed", "host", "port", "api_key", "admin_key", "max_loras_per_batch")
+# Of SGLangOptions, by other sections and by ``compose``.
+_RULES: Mapping[str, type] = {
+    "budget": Budget,
+    "schedule": Schedule,
+    "failures": Failures,
+    "completion": GroupCompletion,
+    "truncation": Truncation,
+}
+_POLICY = keys_of(Policy, without=("directory", "name", "sampler_threads"))
+SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
+    "model": (keys_of(ModelFolder), keys_of(TorchLearner, without=("model", "seed"))),
+    "env": (keys_of(Environment, without=("options",)),),
+    "data": (keys_of(DataFiles),),
+    "trainer": (
+        keys_of(_Steps),
+        keys_of(AsyncTrainer, without=("optimizer", "completion", "truncation", "evaluator", "checkpointing")),
+    ),
+    "optimizer": (keys_of(Adam, without=("schedule",)), keys_of(_LearningRate), keys_of(cosine)),
+    "sampler": (
+        keys_of(Servers),
+        keys_of(SGLang, without=("urls", "api_key", "admin_key", "vocab_size", "seed")),
+        keys_of(SGLangOptions, without=_GIVEN),
+    ),
+    "publication": ({{"publication": "method"}.get(name, name): key for name, key in _POLICY.items()},),
+    "rollout": (keys_of(RolloutEngine, without=("budget", "schedule", "failures")),),
+    **{name: (keys_of(kind),) for name, kind in _RULES.items()},
+    "loss": (),
+    "advantage": (keys_of(GroupCentered), keys_of(Batchwise)),
+    "evaluation": (keys_of(Evaluator, without=("rows",)),),
+    "checkpoint": (keys_of(_Checkpoints), keys_of(Checkpointing, without=("run_dir", "on_signal"))),
+    "run": (keys_of(RunFolder),),
+}
+"""The keys of each section, apart by what they are for. Those of ``[env]`` and ``[loss]`` are the environment's and the
+loss's; an option that another section gives, or that is not for a file, is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A whole run as values; ``tables`` is what the file and the overrides said."""
+    """A whole run as what its parts are called with; ``tables`` is what the file and the overrides said."""
 
     path: Path
     tables: Table
-    model: ModelSection
-    env: EnvSection
-    data: DataSection
-    trainer: TrainerSection
-    optimizer: Adam
-    sampler: SamplerSection
-    publication: PublicationSection
-    rollout: RolloutSection
-    budget: Budget
-    schedule: Schedule
-    failures: Failures
-    completion: GroupCompletion
-    truncation: Truncation
-    loss: Table
-    """Options of ``trainer.loss``."""
-    advantage: Advantage
-    evaluation: EvaluationSection
-    checkpoint: CheckpointSection
-    run: RunSection
+    model: ModelFolder
+    learner: Keywords
+    """Of ``TorchLearner``, without the model and the seed."""
+    env: Environment
+    data: DataFiles
+    sampler: Servers
+    client: Keywords
+    """Of ``SGLang``, for servers that are named."""
+    launched: Keywords
+    """Of ``SGLangOptions``, for servers that the run starts."""
+    policy: Keywords
+    engine: Keywords
+    trainer: Keywords
+    steps: int
+    evaluation: Keywords
+    checkpointing: Keywords | None
+    run: RunFolder
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -310,54 +243,86 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _read_recipe(path: Path, tables: Table) -> Recipe:
-    kinds = {name: kind for name, kind in get_type_hints(Recipe).items() if name not in ("path", "tables")}
-    require_known(tables, kinds, "recipe")
-    special = {"env": _read_env, "loss": _read_loss, "advantage": _read_advantage, "optimizer": _read_optimizer}
-    sections: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        table = tables.get(name, {})
+    require_known(tables, SECTIONS, "recipe")
+    for name, table in tables.items():
         if not isinstance(table, Mapping):
             raise ConfigError.for_value(name, table, "a table")
-        sections[name] = special[name](table) if name in special else read_table(kind, table, name)
-    return Recipe(path=path, tables=tables, **sections)
+    folder, learner = _read(tables, "model")
+    sampler, client, launched = _read_sampler(tables)
+    steps, trainer = _read(tables, "trainer")
+    saved, checkpointing = _read(tables, "checkpoint")
+    [publication] = _read(tables, "publication")
+    [rollout] = _read(tables, "rollout")
+    [evaluation] = _read(tables, "evaluation")
+    rules: dict[str, Any] = {name: read_table(kind, tables.get(name, {}), name) for name, kind in _RULES.items()}
+    return Recipe(
+        path=path,
+        tables=tables,
+        model=ModelFolder(**folder),
+        learner=learner,
+        env=_read_env(tables.get("env", {})),
+        data=read_table(DataFiles, tables.get("data", {}), "data"),
+        sampler=sampler,
+        client=client,
+        launched=launched,
+        policy={"publication": publication.pop("method"), "sampler_threads": launched["threads"], **publication},
+        engine=rollout | {name: rules[name] for name in ("budget", "schedule", "failures")},
+        trainer=trainer
+        | {name: rules[name] for name in ("completion", "truncation")}
+        | {
+            "optimizer": _read_optimizer(tables),
+            "advantage": _read_advantage(tables.get("advantage", {})),
+            "loss": loss_from(trainer["loss"], **tables.get("loss", {})),
+        },
+        steps=_Steps(**steps).steps,
+        evaluation=evaluation,
+        checkpointing=checkpointing if saved["enabled"] else None,
+        run=read_table(RunFolder, tables.get("run", {}), "run"),
+    )
 
 
-def _read_env(table: Table) -> EnvSection:
+def _read(tables: Table, name: str) -> list[dict[str, Any]]:
+    """The values of a section, apart by what they are for."""
+    parts = SECTIONS[name]
+    values = read_keywords({key: rule for part in parts for key, rule in part.items()}, tables.get(name, {}), name)
+    return [{key: values[key] for key in part} for part in parts]
+
+
+def _read_env(table: Table) -> Environment:
     factory = {key: value for key, value in table.items() if key == "factory"}
     options = {key: value for key, value in table.items() if key != "factory"}
-    return dataclasses.replace(read_table(EnvSection, factory, "env"), options=options)
+    return dataclasses.replace(read_table(Environment, factory, "env"), options=options)
 
 
-def _read_loss(table: Table) -> Table:
-    return table
-
-
-def _read_advantage(table: Table) -> Advantage:
+def _read_advantage(table: Table) -> GroupCentered | Batchwise:
     kind = table.get("kind", "group_centered")
     if not isinstance(kind, str) or kind not in _ADVANTAGES:
         raise ConfigError.for_value("advantage.kind", kind, "one of " + ", ".join(map(repr, _ADVANTAGES)))
     return read_table(_ADVANTAGES[kind], {key: value for key, value in table.items() if key != "kind"}, "advantage")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LearningRate:
-    """The keys of ``[optimizer]`` that say how ``lr`` changes over the run; the others are Adam's."""
-
-    schedule: Literal["constant", "cosine"] = "constant"
-    warmup: int = 0
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.schedule == "constant" and (self.warmup or self.floor):
-            raise ConfigError.for_value("optimizer.schedule", self.schedule, "'cosine' if warmup or floor is set")
+def _read_optimizer(tables: Table) -> Adam:
+    adam, rate, shape = _read(tables, "optimizer")
+    if rate["schedule"] == "constant":
+        if any(shape.values()):
+            raise ConfigError.for_value("optimizer.schedule", "constant", "'cosine' if warmup or floor is set")
+        return Adam(**adam)
+    return Adam(**adam, schedule=cosine(**shape))
 
 
-def _read_optimizer(table: Table) -> Adam:
-    own = {entry.name for entry in dataclasses.fields(_LearningRate)}
-    adam = {entry.name for entry in dataclasses.fields(Adam)}
-    require_known(table, adam | own, "optimizer")
-    rate = read_table(_LearningRate, {key: value for key, value in table.items() if key in own}, "optimizer")
-    optimizer = read_table(Adam, {key: value for key, value in table.items() if key not in own}, "optimizer")
-    if rate.schedule == "constant":
-        return optimizer
-    return dataclasses.replace(optimizer, schedule=cosine(warmup=rate.warmup, floor=rate.floor))
+def _read_sampler(tables: Table) -> tuple[Servers, Keywords, Keywords]:
+    """The servers, and the keywords of ``SGLang`` and ``SGLangOptions``; refuses keys that are about other servers."""
+    own, client, launched = _read(tables, "sampler")
+    sampler = Servers(**own)
+    uses = (
+        (sampler.named, {*client, "admin_key_env"}, "servers of sampler.urls or sampler.urls_file"),
+        (sampler.launches, {*launched, "servers"}, "servers of backend 'sglang' that the run starts"),
+    )
+    for name, value in tables.get("sampler", {}).items():
+        about = [(applies, what) for applies, keys, what in uses if name in keys and name != "threads"]
+        default = next(part[name].default for part in SECTIONS["sampler"] if name in part)
+        if (own | client | launched)[name] != default and about and not any(applies for applies, _ in about):
+            allowed = "left out" if default is None else f"{default!r} or left out"
+            what = " or ".join(what for _, what in about)
+            raise ConfigError.for_value(f"sampler.{name}", value, f"{allowed}, for it is about {what}")
+    return sampler, client, launched

@@ -48,14 +48,8 @@ async def render_row(recipe: Recipe, row: int, *, say: Callable[[str], None]) ->
     prompts = await anyio.to_thread.run_sync(compose_prompts, recipe)
     if not 0 <= row < len(prompts.rows):
         raise ConfigError.for_value("--row", row, f"0 to {len(prompts.rows) - 1}, for data.train has so many rows")
-    rollout = recipe.rollout
-    load = partial(
-        load_renderer,
-        prompts.model,
-        rollout.renderer,
-        stop=rollout.stop,
-        template_options=rollout.template_options,
-    )
+    how = {name: recipe.engine[name] for name in ("stop", "template_options")}
+    load = partial(load_renderer, prompts.model, recipe.engine["renderer"], **how)
     renderer = await anyio.to_thread.run_sync(load)
     env = prompts.env()
     try:

@@ -1,28 +1,39 @@
-"""TOML tables to dataclasses: one reader for every section of a recipe.
+"""TOML tables to keyword arguments: one reader for every section of a recipe.
 
-A table's keys are the fields of a dataclass. The reader refuses unknown keys, missing ones and values of another type,
-each with its full key; the dataclass itself refuses values out of range. Nothing is converted except lists to tuples
-and integers to floats: ``"5"`` and ``true`` are not numbers.
+A table's keys are the parameters of a function or class, as far as TOML can say their values: an option that is added
+there is a key here. The reader refuses unknown keys, missing ones and values of another type, each with its full key;
+what is called with them refuses values out of range. Nothing is converted except lists to tuples, integers to floats
+and texts to paths: ``"5"`` and ``true`` are not numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import operator
 import tomllib
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
 from asyncrl.plain import shown
 
-__all__ = ["Table", "override", "parse_tables", "read_table", "require_known"]
+__all__ = ["Key", "Table", "keys_of", "override", "parse_tables", "read_keywords", "read_table", "require_known"]
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
 """What TOML calls a table; its values are whatever the file says until they are read."""
 
+_PLAIN = (str, int, float, bool, Any)
+_CONTAINERS = (Literal, tuple, Mapping)
+_PATH = Annotated[str, AfterValidator(lambda text: Path(text))]  # noqa: PLW0108  a class without a signature
+_OFF = "off"
 
 _DEEPEST = 16
 # Tables in tables: no recipe needs half of them.
@@ -60,20 +71,69 @@ def _require_plain(value: object, path: tuple[str, ...]) -> None:
             _require_plain(inner, (*path, str(index)))
 
 
-def read_table(kind: type[T], table: object, where: str) -> T:
-    """An instance of the dataclass ``kind`` with the values of ``table``, which stands at the key ``where``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What may stand at a key of a table."""
+
+    default: Any
+    """``inspect.Parameter.empty`` if the key is required."""
+    plain: Any
+    """Type of a value that is no table, None if there is none."""
+    table: type | None
+    """The dataclass whose fields are the keys of a table there, None if it cannot be one."""
+    off: bool
+    """"off" stands for None, which TOML cannot say and which is not the default."""
+
+
+def keys_of(function: Callable[..., object], *, without: Collection[str] = ()) -> dict[str, Key]:
+    """The parameters of ``function``, a class included, whose values TOML can say, but for those in ``without``.
+
+    Of a union its plain types and dataclasses are left; objects of other classes cannot be written in a file.
+    """
+    hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+    keys: dict[str, Key] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint, default = hints[name], parameter.default
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        said = [_as_in_files(kind) for kind in kinds]
+        plain = [kind for kind in said if kind in (*_PLAIN, _PATH) or get_origin(kind) in _CONTAINERS]
+        tables = [kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(kind, type)]
+        if name not in without and (plain or tables):
+            off = NoneType in kinds and default not in (None, inspect.Parameter.empty)
+            keys[name] = Key(
+                default=default,
+                plain=reduce(operator.or_, [*plain, *([Literal[_OFF]] if off else [])]) if plain else None,
+                table=tables[0] if tables else None,
+                off=off,
+            )
+    return keys
+
+
+def _as_in_files(kind: Any) -> Any:
+    """Paths are texts there, and sequences are lists."""
+    if get_origin(kind) is Sequence:
+        return GenericAlias(tuple, (*get_args(kind), ...))
+    return _PATH if kind is Path else kind
+
+
+def read_keywords(keys: Mapping[str, Key], table: object, where: str) -> dict[str, Any]:
+    """The values of all ``keys``, those of ``table`` or their defaults. The table stands at the key ``where``.
 
     Raises ``ConfigError`` naming ``where.key``, the value found and what is allowed.
     """
     if not isinstance(table, Mapping):
         raise ConfigError.for_value(where, table, "a table")
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    require_known(table, fields, where)
-    for name, field in fields.items():
-        if name not in table and field.default is field.default_factory is dataclasses.MISSING:
+    require_known(table, keys, where)
+    for name, key in keys.items():
+        if name not in table and key.default is inspect.Parameter.empty:
             raise ConfigError(f"{where}.{name} is missing, but is required")
-    hints = get_type_hints(kind)
-    return kind(**{name: _read_value(hints[name], value, f"{where}.{name}") for name, value in table.items()})
+    given = {name: _read_value(keys[name], value, f"{where}.{name}") for name, value in table.items()}
+    return {name: key.default for name, key in keys.items()} | given
+
+
+def read_table(kind: type[T], table: object, where: str) -> T:
+    """What ``kind`` makes of ``table`` at the key ``where``. Raises ``ConfigError`` as ``read_keywords`` does."""
+    return kind(**read_keywords(keys_of(kind), table, where))
 
 
 def require_known(table: Table, known: Collection[str], where: str) -> None:
@@ -119,15 +179,17 @@ def _parse(text: str, path: str) -> object:
     return tables["value"] if len(tables) == 1 else text
 
 
-def _read_value(hint: Any, value: object, key: str) -> object:
-    nested = [kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind) and isinstance(kind, type)]
-    if nested and (isinstance(value, Mapping) or hint is nested[0]):
-        return read_table(nested[0], value, key)
+def _read_value(key: Key, value: object, where: str) -> object:
+    if key.table is not None and (key.plain is None or isinstance(value, Mapping)):
+        return read_table(key.table, value, where)
     try:
-        return TypeAdapter(hint).validate_python(_with_tuples(value), strict=True)
+        adapter = TypeAdapter(key.plain, config=ConfigDict(strict=True))
+        read = adapter.validate_python(_with_tuples(value))
     except ValidationError as error:
         allowed = dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
-        raise ConfigError.for_value(key, value, " or ".join(allowed)) from None
+        tables = ["a table"] if key.table else []
+        raise ConfigError.for_value(where, value, " or ".join([*allowed, *tables])) from None
+    return None if key.off and read == _OFF else read
 
 
 def _with_tuples(value: object) -> object:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe.config import Recipe
-from asyncrl.simulation.grid import Admits, Point, default_grid
+from asyncrl.simulation.grid import Admits, Point, RunOptions, default_grid
 from asyncrl.simulation.options import SimulationOptions
 from asyncrl.simulation.recorded import Recording, read_run
 from asyncrl.simulation.report import as_json, describe, print_table, rate
@@ -29,24 +28,26 @@ _GROUPS = 512
 # Made from distributions.
 
 
-def run_simulation(recipe: Recipe, options: SimulationOptions, say: Callable[[str], None]) -> None:
+def run_simulation(run: RunOptions, options: SimulationOptions, say: Callable[[str], None]) -> None:
     """Simulate every point; JSON lines go to stdout, the rest to stderr and ``say``.
 
     Raises ``ConfigError`` for a run that cannot be read or a recipe that is refused, before anything is simulated.
     """
-    points = options.axes.points(recipe) if options.axes.given else default_grid(recipe)
+    points = options.axes.points(run) if options.axes.given else default_grid(run)
     recording = None if options.run_directory is None else read_run(options.run_directory)
     workload = (
-        make_workload(recipe, options.durations, groups=_GROUPS, seed=options.seed)
+        make_workload(run, options.durations, groups=_GROUPS, seed=options.seed)
         if recording is None
         else recording.workload
     )
-    steps = options.steps or default_steps(recipe, workload, points, most=_most_steps(recipe, recording))
+    steps = options.steps or default_steps(
+        run, workload, points, most=run.steps if recording is None else len(recording.steps)
+    )
     source = "made from distributions" if recording is None else f"of {options.run_directory}"
     groups = f"{len(workload.groups):,} groups {source}"
     say(f"simulating {steps} steady steps at each of {len(points)} points, with {groups}")
-    outcomes = _simulate_all(recipe, workload, points, steps=steps, seed=options.seed, say=say)
-    measured = _measured(recipe, recording)
+    outcomes = _simulate_all(run, workload, points, steps=steps, seed=options.seed, say=say)
+    measured = _measured(run, recording)
     for place, outcome in enumerate(outcomes):
         own = place == 0
         print(json.dumps(as_json(outcome, recipe=own, measured=measured if own else None)), flush=True)
@@ -58,30 +59,27 @@ def run_simulation(recipe: Recipe, options: SimulationOptions, say: Callable[[st
     if options.picture is not None:
         from asyncrl.simulation.picture import draw_picture
 
-        draw_picture(outcomes, options.picture, name=recipe.path.resolve().parent.name, measured=measured)
+        draw_picture(outcomes, options.picture, name=run.name, measured=measured)
         say(f"picture: {options.picture}")
 
 
-def default_steps(recipe: Recipe, workload: Workload, points: Sequence[Point], *, most: int) -> int:
+def default_steps(run: RunOptions, workload: Workload, points: Sequence[Point], *, most: int) -> int:
     """Steady steps of each point: whole rounds, at least one, that make about ``_WORK`` in all.
 
     ``most`` bounds them: more of them would only repeat what the workload has.
     """
-    segment = recipe.budget.segment_tokens
+    segment = run.budget.segment_tokens
     members = [member for group in workload.groups for member in group.members]
     work = sum(1 + sum(math.ceil(turn.tokens / segment) for turn in member.turns) for member in members)
-    each_step = recipe.trainer.groups_per_step * recipe.trainer.group_size * work / len(members)
+    _, groups_per_step, group_size = run.shape
+    each_step = groups_per_step * group_size * work / len(members)
     around = sum(total_steps(0, point.max_staleness) for point in points)
     steps = min(most, int((_WORK / each_step - around) / len(points)))
     return max(1, steps // _ROUND) * _ROUND
 
 
-def _most_steps(recipe: Recipe, recording: Recording | None) -> int:
-    return recipe.trainer.steps if recording is None else len(recording.steps)
-
-
 def _simulate_all(
-    recipe: Recipe,
+    run: RunOptions,
     workload: Workload,
     points: Sequence[Point],
     *,
@@ -94,27 +92,21 @@ def _simulate_all(
     for point in points:
         try:
             # Made even if the outcome is known: points that admit the same are not all allowed.
-            simulation = Simulation(recipe, point, workload, steps=steps, seed=seed)
-            admits = point.admits(recipe)
+            simulation = Simulation(run, point, workload, steps=steps, seed=seed)
+            admits = point.admits(run)
             if admits not in known:
                 known[admits] = simulation.run()
         except ConfigError as error:
             if not outcomes:
-                raise ConfigError(f"{recipe.path}: {error}") from error
+                raise ConfigError(f"{run.path}: {error}") from error
             say(f"left out {describe(point)}: {error}")
             continue
         outcomes.append(replace(known[admits], point=point))
     return outcomes
 
 
-def _measured(recipe: Recipe, recording: Recording | None) -> float | None:
-    """What the recorded run did, if it was one of this recipe."""
-    if recording is None:
+def _measured(run: RunOptions, recording: Recording | None) -> float | None:
+    """Steps per hour of the recorded run; None if there is none, or one of another shape."""
+    if recording is None or run.shape != recording.shape:
         return None
-    trainer = recipe.trainer
-    same = (trainer.max_staleness, trainer.groups_per_step, trainer.group_size) == (
-        recording.max_staleness,
-        recording.groups_per_step,
-        recording.group_size,
-    )
-    return steps_per_hour(recording.steps, recording.max_staleness) if same else None
+    return steps_per_hour(recording.steps, recording.max_staleness)

@@ -9,14 +9,52 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncrl.recipe.config import Recipe
+from asyncrl.rollout.budget import Budget
 from asyncrl.scheduling.rules import Schedule
 
-__all__ = ["Admits", "Axes", "Point", "default_grid", "recipe_point"]
+__all__ = ["Admits", "Axes", "Point", "RunOptions", "default_grid", "own_point"]
 
 Admits: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The run of which other schedules are compared."""
+
+    path: Path
+    """Of its recipe, which is not read."""
+    engine: Mapping[str, Any]
+    """All options of ``RolloutEngine`` but the policy and the environment."""
+    trainer: Mapping[str, Any]
+    """All options of ``AsyncTrainer`` but the engine, the evaluator, the checkpoints and the events."""
+    steps: int
+    lora_rank: int | None
+    """None if all weights are trained."""
+
+    @property
+    def name(self) -> str:
+        """That of the recipe's folder."""
+        return self.path.resolve().parent.name
+
+    @property
+    def schedule(self) -> Schedule:
+        """How much is in flight."""
+        schedule: Schedule = self.engine["schedule"]
+        return schedule
+
+    @property
+    def budget(self) -> Budget:
+        """Of each trajectory."""
+        budget: Budget = self.engine["budget"]
+        return budget
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The bound on staleness, groups of a step and trajectories of a group."""
+        return self.trainer["max_staleness"], self.trainer["groups_per_step"], self.trainer["group_size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +66,25 @@ class Point:
     concurrency: int
     oversample_factor: float
 
-    def schedule(self, recipe: Recipe) -> Schedule:
-        """The recipe's schedule with this point's values."""
+    def schedule(self, run: RunOptions) -> Schedule:
+        """The run's schedule with this point's values."""
         return replace(
-            recipe.schedule,
+            run.schedule,
             concurrency=self.concurrency,
             admit_ahead=self.admit_ahead,
             oversample_factor=self.oversample_factor,
         )
 
-    def admits(self, recipe: Recipe) -> Admits:
+    def admits(self, run: RunOptions) -> Admits:
         """The bound, the slots, and the trajectories that can be active: points with the same are the same."""
-        trainer = recipe.trainer
-        slots = self.schedule(recipe).slots(groups_per_step=trainer.groups_per_step, max_staleness=self.max_staleness)
-        return self.max_staleness, slots, min(self.concurrency, slots * trainer.group_size)
+        _, groups_per_step, group_size = run.shape
+        slots = self.schedule(run).slots(groups_per_step=groups_per_step, max_staleness=self.max_staleness)
+        return self.max_staleness, slots, min(self.concurrency, slots * group_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The values of a grid that the user gave; None: only the recipe's."""
+    """The values of a grid that the user gave; None: only the run's."""
 
     max_staleness: Sequence[int] | None = None
     admit_ahead: Sequence[int] | None = None
@@ -58,9 +96,9 @@ class Axes:
         """True if there is any."""
         return any(values is not None for values in (self._values().values()))
 
-    def points(self, recipe: Recipe) -> list[Point]:
-        """The recipe's own point, then every combination."""
-        own = recipe_point(recipe)
+    def points(self, run: RunOptions) -> list[Point]:
+        """The run's own point, then every combination."""
+        own = own_point(run)
         values = {key: [getattr(own, key)] if given is None else given for key, given in self._values().items()}
         combinations = [Point(**dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
         return list(dict.fromkeys([own, *combinations]))
@@ -74,26 +112,22 @@ class Axes:
         }
 
 
-def recipe_point(recipe: Recipe) -> Point:
-    """What the recipe itself says."""
-    return Point(
-        max_staleness=recipe.trainer.max_staleness,
-        admit_ahead=recipe.schedule.admit_ahead,
-        concurrency=recipe.schedule.concurrency,
-        oversample_factor=recipe.schedule.oversample_factor,
-    )
+def own_point(run: RunOptions) -> Point:
+    """The schedule of the run itself."""
+    names = ("admit_ahead", "concurrency", "oversample_factor")
+    return Point(max_staleness=run.shape[0], **{name: getattr(run.schedule, name) for name in names})
 
 
-def default_grid(recipe: Recipe) -> list[Point]:
-    """The recipe's own point first, then others around it that all admit something different."""
+def default_grid(run: RunOptions) -> list[Point]:
+    """The run's own point first, then others around it that all admit something different."""
     chosen: dict[Admits, Point] = {}
-    for point in _candidates(recipe):
-        chosen.setdefault(point.admits(recipe), point)
+    for point in _candidates(run):
+        chosen.setdefault(point.admits(run), point)
     return list(chosen.values())
 
 
-def _candidates(recipe: Recipe) -> Iterator[Point]:
-    own = recipe_point(recipe)
+def _candidates(run: RunOptions) -> Iterator[Point]:
+    own = own_point(run)
     plain = replace(own, oversample_factor=1.0)
     bound = own.max_staleness or 2
     yield own
@@ -102,6 +136,6 @@ def _candidates(recipe: Recipe) -> Iterator[Point]:
         yield replace(plain, max_staleness=other, admit_ahead=other)
     yield replace(plain, max_staleness=bound, admit_ahead=bound - 1)
     yield replace(plain, max_staleness=bound, admit_ahead=bound - 1, oversample_factor=1.25)
-    _, _, active = own.admits(recipe)
+    _, _, active = own.admits(run)
     for concurrency in (active // 4, active // 2, 2 * active):
         yield replace(own, concurrency=max(1, concurrency))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe.config import Recipe
-from asyncrl.simulation.grid import Axes
+from asyncrl.simulation.grid import Axes, RunOptions
 from asyncrl.simulation.synthetic import Distribution, Durations
 
 __all__ = ["SimulationOptions", "read_options"]
@@ -38,9 +37,8 @@ class SimulationOptions:
             raise ConfigError("--from takes all durations from the run: leave --turns, --turn-tokens and the like out")
 
 
-def read_options(arguments: Mapping[str, Any], recipe: Recipe) -> SimulationOptions:
+def read_options(arguments: Mapping[str, Any], run: RunOptions) -> SimulationOptions:
     """The texts of the command line, by the names of their flags, as values. Raises ``ConfigError``."""
-    own = recipe.path.resolve().parent.name
     return SimulationOptions(
         run_directory=arguments["run_directory"],
         durations=Durations(
@@ -59,7 +57,9 @@ def read_options(arguments: Mapping[str, Any], recipe: Recipe) -> SimulationOpti
         ),
         steps=_count("--steps", arguments["steps"]),
         seed=_count("--seed", arguments["seed"], least=0) or 0,
-        picture=None if arguments["no_picture"] else _picture(arguments["picture"] or Path(f"{own}-simulation.svg")),
+        picture=None
+        if arguments["no_picture"]
+        else _picture(arguments["picture"] or Path(f"{run.name}-simulation.svg")),
     )
 
 

@@ -36,6 +36,11 @@ class Recording:
     group_size: int
     """The largest of the run."""
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """As of ``RunOptions``."""
+        return self.max_staleness, self.groups_per_step, self.group_size
+
 
 def read_run(directory: Path) -> Recording:
     """Read ``directory/events.jsonl``. Raises ``ConfigError`` if it is missing, unreadable or without a whole step."""

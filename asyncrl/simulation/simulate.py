@@ -12,11 +12,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.events import Event, Events, StepFinished
 from asyncrl.observe.metrics import percentile
 from asyncrl.publishing.policy import Policy
-from asyncrl.recipe.compose import engine_options, trainer_options
-from asyncrl.recipe.config import Recipe
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.seeds import derived
-from asyncrl.simulation.grid import Point
+from asyncrl.simulation.grid import Point, RunOptions
 from asyncrl.simulation.parts import SimulatedLearner, SimulatedPublisher, SimulatedSampler
 from asyncrl.simulation.playback import CountingRenderer, Playback, ScriptedEnv
 from asyncrl.simulation.steady import StepEnd, around_steady, steady_steps, steps_per_hour
@@ -61,13 +59,13 @@ def total_steps(steps: int, max_staleness: int) -> int:
 class Simulation:
     """A run that is ready to start. Making it raises ``ConfigError`` for what the engine or the trainer refuses."""
 
-    def __init__(self, recipe: Recipe, point: Point, workload: Workload, *, steps: int, seed: int) -> None:
+    def __init__(self, run: RunOptions, point: Point, workload: Workload, *, steps: int, seed: int) -> None:
         self.point = point
         self._total = total_steps(steps, point.max_staleness)
         before, after = around_steady(point.max_staleness)
-        size = recipe.trainer.groups_per_step
+        _, size, _ = run.shape
         self._rows = workload.rows(before=before * size, counted=steps * size, after=after * size)
-        self._trainer = _trainer(recipe, point, workload, self._rows, seed)
+        self._trainer = _trainer(run, point, workload, self._rows, seed)
         self._log = _StepLog()
         self.events.subscribe(self._log.observe)
 
@@ -134,33 +132,29 @@ class _StepLog:
         )
 
 
-def _trainer(recipe: Recipe, point: Point, workload: Workload, rows: Sequence[GroupScript], seed: int) -> AsyncTrainer:
+def _trainer(run: RunOptions, point: Point, workload: Workload, rows: Sequence[GroupScript], seed: int) -> AsyncTrainer:
     playback = Playback(rows)
-    lora = recipe.model.lora
     sampler = SimulatedSampler(playback, workload.sampling, source=random.Random(derived(seed, "sampler")))
-    station, rank = sampler.station, None if lora is None else lora.r
+    station, rank = sampler.station, run.lora_rank
     lead, _ = around_steady(point.max_staleness)
     policy = Policy(
         SimulatedLearner(workload, station, random.Random(derived(seed, "learner")), lora_rank=rank, lead=lead),
         sampler=sampler,
         publisher=SimulatedPublisher(
-            workload, station, random.Random(derived(seed, "publisher")), pins_versions=lora is not None, lead=lead
+            workload, station, random.Random(derived(seed, "publisher")), pins_versions=rank is not None, lead=lead
         ),
     )
-    engine = RolloutEngine(
-        policy,
-        env=ScriptedEnv(playback, reset_s=workload.reset_s),
-        **engine_options(recipe)
-        | {
-            "schedule": point.schedule(recipe),
-            "seed": seed,
-            "renderer": CountingRenderer(),
-            # A script may wait as long as it likes.
-            "environment_timeout": float("inf"),
-            # And what it is rewarded for is not the question.
-            "failures": replace(recipe.failures, untrained_batches=0),
-        },
-    )
+    engine_options = {
+        **run.engine,
+        "schedule": point.schedule(run),
+        "seed": seed,
+        "renderer": CountingRenderer(),
+        # A script may wait as long as it likes.
+        "environment_timeout": float("inf"),
+        # And what it is rewarded for is not the question.
+        "failures": replace(run.engine["failures"], untrained_batches=0),
+    }
     # The rows are exactly what the simulated run needs.
-    changed = {"max_staleness": point.max_staleness, "repeat_dataset": True}
-    return AsyncTrainer(engine=engine, **trainer_options(recipe) | changed)
+    trainer_options = {**run.trainer, "max_staleness": point.max_staleness, "repeat_dataset": True}
+    engine = RolloutEngine(policy, env=ScriptedEnv(playback, reset_s=workload.reset_s), **engine_options)
+    return AsyncTrainer(engine=engine, **trainer_options)

@@ -1,4 +1,4 @@
-"""A workload from distributions, for a recipe that was never run."""
+"""A workload from distributions, for a run that never was."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe.config import Recipe
 from asyncrl.simulation.cost import Cost, LoadModel
+from asyncrl.simulation.grid import RunOptions
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
 
 __all__ = ["Distribution", "Durations", "make_workload"]
@@ -38,7 +38,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """What the user said about a run; None is a default that follows from the recipe, see ``make_workload``."""
+    """What the user said about a run; None is a default that follows from the run's options, see ``make_workload``."""
 
     turns: int | None = None
     turn_tokens: Distribution | None = None
@@ -58,27 +58,28 @@ class Durations:
             raise ConfigError.for_value("--turn-tokens", self.turn_tokens.mean, "a mean of at least 1")
 
 
-def make_workload(recipe: Recipe, durations: Durations, *, groups: int, seed: int) -> Workload:
-    """``groups`` groups of the recipe's size.
+def make_workload(run: RunOptions, durations: Durations, *, groups: int, seed: int) -> Workload:
+    """``groups`` groups of the run's size.
 
     Defaults: ``budget.max_turns`` turns of a quarter of the tokens that the budget allows each, sigma 0.8; 0.02 seconds
     a token and 1 % of that for each further request in flight; tools of 1 second with sigma 1 between turns; training a
-    batch takes as long as sampling it at the recipe's concurrency, publishing a tenth of that.
+    batch takes as long as sampling it at the run's concurrency, publishing a tenth of that.
     """
     source = random.Random(seed)
-    turns = durations.turns or recipe.budget.max_turns
+    turns = durations.turns or run.budget.max_turns
     tokens = durations.turn_tokens or Distribution(
-        mean=max(1.0, _MEAN_OF_BOUND * _turn_bound(recipe, turns)), sigma=_SIGMA
+        mean=max(1.0, _MEAN_OF_BOUND * _turn_bound(run, turns)), sigma=_SIGMA
     )
     base, per_request = durations.seconds_per_token or (_SECONDS_PER_TOKEN, _SECONDS_PER_TOKEN * _PER_REQUEST)
     tools = durations.tool_seconds or Distribution(mean=1.0, sigma=1.0)
-    sequences = recipe.trainer.groups_per_step * recipe.trainer.group_size
+    _, groups_per_step, group_size = run.shape
+    sequences = groups_per_step * group_size
     train_s = durations.train_seconds
     if train_s is None:
-        train_s = sequences * turns * tokens.mean * (base / recipe.schedule.concurrency + per_request)
+        train_s = sequences * turns * tokens.mean * (base / run.schedule.concurrency + per_request)
     publish_s = _PUBLICATION * train_s if durations.publish_seconds is None else durations.publish_seconds
     return Workload(
-        groups=[_group(source, recipe, turns, tokens, tools) for _ in range(groups)],
+        groups=[_group(source, group_size, turns, tokens, tools) for _ in range(groups)],
         sampling=LoadModel(own=(0.0, base - per_request, 0.0), shared=(0.0, per_request, 0.0)),
         training=Cost(coefficients=(0.0, train_s / sequences, 0.0)),
         optimizer=Cost(coefficients=(0.0,)),
@@ -87,16 +88,16 @@ def make_workload(recipe: Recipe, durations: Durations, *, groups: int, seed: in
     )
 
 
-def _turn_bound(recipe: Recipe, turns: int) -> float:
-    share = recipe.budget.max_generated_tokens / turns
-    return share if recipe.budget.max_turn_tokens is None else min(share, recipe.budget.max_turn_tokens)
+def _turn_bound(run: RunOptions, turns: int) -> float:
+    share = run.budget.max_generated_tokens / turns
+    return share if run.budget.max_turn_tokens is None else min(share, run.budget.max_turn_tokens)
 
 
-def _group(source: random.Random, recipe: Recipe, turns: int, tokens: Distribution, tools: Distribution) -> GroupScript:
+def _group(source: random.Random, size: int, turns: int, tokens: Distribution, tools: Distribution) -> GroupScript:
     """Half of the variance of the logarithm of lengths is the row's: hard rows are long for all members."""
     row = source.gauss()
     members = []
-    for _ in range(recipe.trainer.group_size):
+    for _ in range(size):
         lengths = [tokens.draw(source, normal=(row + source.gauss()) / math.sqrt(2)) for _ in range(turns)]
         members.append(
             MemberScript(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,10 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError
-from asyncrl.recipe.config import (
-    CheckpointSection,
-    EvaluationSection,
-    ModelSection,
-    PublicationSection,
-    Recipe,
-    RolloutSection,
-    TrainerSection,
-    cache_directory,
-    load_recipe,
-)
+from asyncrl.recipe.config import SECTIONS, Recipe, load_recipe
+from asyncrl.servers.machine import cache_directory
 
+_LATER = ("evaluator", "checkpointing", "events")
 ENVS = Path(__file__).parents[2] / "envs"
 RECIPE = """
 [model]
@@ -52,12 +43,12 @@ def test_a_short_recipe_has_the_defaults_of_python(tmp_path: Path) -> None:
     """What a recipe does not say is what a script that does not say it gets."""
     recipe = _load(tmp_path)
     assert recipe.env.options == {"limit": 5}
-    assert recipe.trainer.steps == 4
-    assert recipe.optimizer == rl.Adam(lr=1e-3)
-    assert (recipe.budget, recipe.schedule) == (rl.Budget(), rl.Schedule())
-    assert (recipe.completion, recipe.truncation) == (rl.GroupCompletion(), rl.Truncation())
-    assert recipe.advantage == rl.GroupCentered()
-    assert recipe.model.lora is None
+    assert recipe.steps == 4
+    assert recipe.trainer["optimizer"] == rl.Adam(lr=1e-3)
+    assert (recipe.engine["budget"], recipe.engine["schedule"]) == (rl.Budget(), rl.Schedule())
+    assert (recipe.trainer["completion"], recipe.trainer["truncation"]) == (rl.GroupCompletion(), rl.Truncation())
+    assert recipe.trainer["advantage"] == rl.GroupCentered()
+    assert recipe.learner["lora"] is None
 
 
 @pytest.mark.parametrize("recipe", sorted(ENVS.glob("*/recipe*.toml")), ids=lambda path: path.parent.name)
@@ -67,24 +58,23 @@ def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "owner", "own"),
+    ("section", "owner", "given"),
     [
-        (ModelSection, rl.TorchLearner, {"path", "source"}),
-        (TrainerSection, rl.AsyncTrainer, {"steps"}),
-        (RolloutSection, rl.RolloutEngine, set()),
-        (EvaluationSection, rl.Evaluator, set()),
-        (PublicationSection, rl.Policy, {"method"}),
-        (CheckpointSection, rl.Checkpointing, {"enabled"}),
+        ("model", rl.TorchLearner, {"model", "seed"}),
+        ("trainer", rl.AsyncTrainer, {"engine", "optimizer", "advantage", "completion", "truncation", *_LATER}),
+        ("rollout", rl.RolloutEngine, {"policy", "env", "budget", "schedule", "failures"}),
+        ("evaluation", rl.Evaluator, {"rows"}),
+        ("checkpoint", rl.Checkpointing, {"run_dir", "on_signal"}),
+        ("schedule", rl.Schedule, set()),
     ],
 )
-def test_sections_name_the_keywords_and_defaults_of_their_owners(section: Any, owner: Any, own: set[str]) -> None:
-    """A default that changes in the owner changes in recipes too."""
+def test_sections_have_the_options_and_defaults_of_their_owners(section: str, owner: Any, given: set[str]) -> None:
+    """An option or a default that changes in the owner changes in recipes too; what others give has no key."""
+    keys = {name: key for part in SECTIONS[section] for name, key in part.items()}
     parameters = inspect.signature(owner).parameters
-    for field in dataclasses.fields(section):
-        if field.name in own:
-            continue
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        assert parameters[field.name].default == default, field.name
+    assert parameters.keys() - keys.keys() == given
+    for name in parameters.keys() & keys.keys():
+        assert keys[name].default == parameters[name].default, name
 
 
 def test_all_sections_are_read(tmp_path: Path) -> None:
@@ -129,17 +119,18 @@ every = 10
 log = "json"
 """
     recipe = _load(tmp_path, text)
-    assert recipe.model.lora == rl.LoraConfig(r=4, alpha=8)
+    assert recipe.learner["lora"] == rl.LoraConfig(r=4, alpha=8)
     assert recipe.sampler.urls == ("http://127.0.0.1:30000",)
-    assert recipe.rollout.kv_cache == rl.KVCache(on_limit="refill", allow_reprefill=True)
-    assert recipe.budget == rl.Budget(max_turns=3)
-    assert recipe.schedule == rl.Schedule(concurrency=12)
-    assert recipe.completion == rl.GroupCompletion(min_members=3)
-    assert recipe.truncation == rl.Truncation(train="reward", by_cause={"turns": "zero_reward"})
-    assert recipe.loss == {"clip_low": 0.1}
-    assert recipe.advantage == rl.Batchwise(standardize=True)
-    assert recipe.optimizer == rl.Adam(lr=1e-3, weight_decay=0.1, schedule=rl.cosine(warmup=3, floor=0.1))
-    assert recipe.evaluation.every == 10
+    assert recipe.engine["kv_cache"] == rl.KVCache(on_limit="refill", allow_reprefill=True)
+    assert recipe.engine["budget"] == rl.Budget(max_turns=3)
+    assert recipe.engine["schedule"] == rl.Schedule(concurrency=12)
+    assert recipe.trainer["completion"] == rl.GroupCompletion(min_members=3)
+    assert recipe.trainer["truncation"] == rl.Truncation(train="reward", by_cause={"turns": "zero_reward"})
+    assert recipe.trainer["loss"] == rl.PPO(clip_low=0.1)
+    assert recipe.trainer["forward_backward_batch"] is None
+    assert recipe.trainer["advantage"] == rl.Batchwise(standardize=True)
+    assert recipe.trainer["optimizer"] == rl.Adam(lr=1e-3, weight_decay=0.1, schedule=rl.cosine(warmup=3, floor=0.1))
+    assert recipe.evaluation["every"] == 10
     assert recipe.run.log == "json"
     assert recipe.tables["run"] == {"log": "json"}
 

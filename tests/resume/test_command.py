@@ -65,13 +65,13 @@ class _Command:
         )
         trainer = rl.AsyncTrainer(
             engine=engine,
-            optimizer=recipe.optimizer,
+            optimizer=recipe.trainer["optimizer"],
             groups_per_step=2,
             group_size=2,
-            max_staleness=recipe.trainer.max_staleness,
+            max_staleness=recipe.trainer["max_staleness"],
             checkpointing=_checkpointing(recipe, directory),
         )
-        return ComposedRun(trainer=trainer, engine=engine, evaluator=None, rows=[0, 1, 2], steps=recipe.trainer.steps)
+        return ComposedRun(trainer=trainer, engine=engine, evaluator=None, rows=[0, 1, 2], steps=recipe.steps)
 
     def _sample(self, request: SegmentRequest) -> Sequence[int]:
         if request.version == self.stop_at:

@@ -334,8 +334,8 @@ def test_signals_end_the_loop_over_the_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights_every": 0}, "checkpointing.weights_every is 0"),
-        ({"rollout_every": 0.0}, "checkpointing.rollout_every is 0.0"),
+        ({"weights_every": 0}, "checkpoint.weights_every is 0"),
+        ({"rollout_every": 0.0}, "checkpoint.rollout_every is 0.0"),
         ({"on_signal": ("SIGKILL",)}, "checkpointing.on_signal is 'SIGKILL'"),
     ],
 )

@@ -9,8 +9,9 @@ from typing import Any
 
 from asyncrl.events import Event
 from asyncrl.observe.sinks import encode_event
-from asyncrl.recipe.config import Recipe, load_recipe
+from asyncrl.recipe.config import load_recipe
 from asyncrl.simulation.cost import Cost, LoadModel
+from asyncrl.simulation.grid import RunOptions
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
 
 RECIPE = """
@@ -31,11 +32,12 @@ lr = 1e-3
 """
 
 
-def recipe(folder: Path, *overrides: str) -> Recipe:
+def run_options(folder: Path, *overrides: str, lora_rank: int | None = 8) -> RunOptions:
     """Two groups of two a step, a bound of 1; neither its environment nor its model exists."""
     path = folder / "recipe.toml"
     path.write_text(RECIPE, encoding="utf-8")
-    return load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides)
+    return RunOptions(path=path, engine=recipe.engine, trainer=recipe.trainer, steps=recipe.steps, lora_rank=lora_rank)
 
 
 def workload(

@@ -10,11 +10,10 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.events import Event
-from asyncrl.recipe.config import Recipe
 from asyncrl.simulation.command import default_steps
-from asyncrl.simulation.grid import Point, recipe_point
+from asyncrl.simulation.grid import Point, own_point
 from asyncrl.simulation.simulate import Outcome, Simulation
-from tests.simulation.recording import recipe, workload, write_events
+from tests.simulation.recording import run_options, workload, write_events
 
 _KEYS = {
     "max_staleness",
@@ -39,7 +38,7 @@ class _Command:
 
     def __init__(self, folder: Path, capture: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
-        self.recipe: Recipe = recipe(folder)
+        self.options = run_options(folder)
         self._capture = capture
 
     def run(self, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
@@ -51,9 +50,9 @@ class _Command:
     def record(self, *, max_staleness: int = 1) -> Path:
         """A run of the recipe: 3 s of training in each step."""
         events: list[Event] = []
-        point = recipe_point(recipe(self.folder, f"trainer.max_staleness={max_staleness}"))
+        point = own_point(run_options(self.folder, f"trainer.max_staleness={max_staleness}"))
         script = workload(tokens=10, own=0.1, train_s=3.0, publish_s=0.8)
-        simulation = Simulation(self.recipe, point, script, steps=8, seed=0)
+        simulation = Simulation(self.options, point, script, steps=8, seed=0)
         simulation.events.subscribe(events.append)
         simulation.run()
         return write_events(self.folder, events)
@@ -154,10 +153,10 @@ def test_errors_are_found_before_anything_is_simulated(
 
 def test_the_default_number_of_steps_follows_from_the_work(command: _Command) -> None:
     """Fewer for more points or more requests, no more than the run had, in rounds of 8 and at least one."""
-    points = [recipe_point(command.recipe)] * 10
+    points = [own_point(command.options)] * 10
 
     def steps(script_turns: int, count: int, most: int = 10**6) -> int:
-        return default_steps(command.recipe, workload(turns=script_turns), points[:count], most=most)
+        return default_steps(command.options, workload(turns=script_turns), points[:count], most=most)
 
     # A step is four trajectories and, with one turn, four requests; three more steps are around the steady ones.
     assert steps(1, 1) > 2 * steps(1, 10) > 4 * steps(9, 10)

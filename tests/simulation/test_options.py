@@ -8,7 +8,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.options import SimulationOptions, read_options
 from asyncrl.simulation.synthetic import Distribution, Durations
-from tests.simulation.recording import recipe
+from tests.simulation.recording import run_options
 
 _FLAGS = (
     "run_directory",
@@ -30,7 +30,7 @@ _FLAGS = (
 
 
 def _read(folder: Path, **given: Any) -> SimulationOptions:
-    return read_options({**dict.fromkeys(_FLAGS), **given}, recipe(folder))
+    return read_options({**dict.fromkeys(_FLAGS), **given}, run_options(folder))
 
 
 def test_texts_become_values(tmp_path: Path) -> None:

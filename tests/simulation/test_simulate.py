@@ -10,18 +10,18 @@ from asyncrl.errors import ConfigError
 from asyncrl.events import Event
 from asyncrl.observe.metrics import percentile
 from asyncrl.simulation.cost import Cost
-from asyncrl.simulation.grid import Point, recipe_point
+from asyncrl.simulation.grid import Point, own_point
 from asyncrl.simulation.recorded import read_run
 from asyncrl.simulation.simulate import Outcome, Simulation
 from asyncrl.simulation.steady import steps_per_hour
 from asyncrl.simulation.synthetic import Durations, make_workload
 from asyncrl.simulation.workload import Workload
-from tests.simulation.recording import recipe, workload, write_events
+from tests.simulation.recording import run_options, workload, write_events
 
 
 def _simulate(folder: Path, script: Workload, *overrides: str, steps: int = 6) -> Outcome:
-    own = recipe(folder, *overrides)
-    return Simulation(own, recipe_point(own), script, steps=steps, seed=0).run()
+    own = run_options(folder, *overrides)
+    return Simulation(own, own_point(own), script, steps=steps, seed=0).run()
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts(tmp_path: Path) -> None:
@@ -120,25 +120,25 @@ def test_truncated_members_are_cut_like_in_the_run(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_outcome(tmp_path: Path) -> None:
     """To the last bit, with lengths, tools and ratios drawn at random."""
-    own = recipe(tmp_path)
+    own = run_options(tmp_path)
     script = make_workload(own, Durations(turns=2), groups=16, seed=5)
     script = replace(script, sampling=replace(script.sampling, ratios=(0.5, 1.0, 1.5)))
-    outcomes = [Simulation(own, recipe_point(own), script, steps=4, seed=seed).run() for seed in (5, 5, 6)]
+    outcomes = [Simulation(own, own_point(own), script, steps=4, seed=seed).run() for seed in (5, 5, 6)]
     assert outcomes[0] == outcomes[1]
     assert outcomes[0].steps_per_hour != outcomes[2].steps_per_hour
 
 
 def test_a_simulated_run_read_back_predicts_itself(tmp_path: Path) -> None:
     """The events of a simulation are a run: replaying them ends at the same rate and the same ages."""
-    own = recipe(tmp_path)
+    own = run_options(tmp_path)
     script = make_workload(own, Durations(turns=2), groups=16, seed=1)
     events: list[Event] = []
-    simulation = Simulation(own, recipe_point(own), script, steps=20, seed=1)
+    simulation = Simulation(own, own_point(own), script, steps=20, seed=1)
     simulation.events.subscribe(events.append)
     first = simulation.run()
     recording = read_run(write_events(tmp_path, events))
     assert steps_per_hour(recording.steps, recording.max_staleness) == pytest.approx(first.steps_per_hour)
-    again = Simulation(own, recipe_point(own), recording.workload, steps=20, seed=2).run()
+    again = Simulation(own, own_point(own), recording.workload, steps=20, seed=2).run()
     assert again.steps_per_hour == pytest.approx(first.steps_per_hour, rel=0.05)
     assert again.age_mean == pytest.approx(first.age_mean, abs=0.1)
 
@@ -147,7 +147,7 @@ def test_what_the_trainer_refuses_is_refused_before_the_run(tmp_path: Path) -> N
     """Oversampling without a bound to sample ahead."""
     point = Point(max_staleness=0, admit_ahead=0, concurrency=4, oversample_factor=2.0)
     with pytest.raises(ConfigError, match="oversample_factor is 2"):
-        Simulation(recipe(tmp_path), point, workload(), steps=1, seed=0)
+        Simulation(run_options(tmp_path), point, workload(), steps=1, seed=0)
 
 
 def test_a_workload_without_time_has_no_rate(tmp_path: Path) -> None:
@@ -158,7 +158,6 @@ def test_a_workload_without_time_has_no_rate(tmp_path: Path) -> None:
 
 def test_full_weights_cannot_be_pinned_here_either(tmp_path: Path) -> None:
     """The simulated policy can do what the recipe's can."""
-    own = recipe(tmp_path)
-    own = replace(own, model=replace(own.model, lora=None))
+    own = run_options(tmp_path, lora_rank=None)
     with pytest.raises(ConfigError, match="full weights"):
-        Simulation(own, recipe_point(own), workload(), steps=1, seed=0)
+        Simulation(own, own_point(own), workload(), steps=1, seed=0)

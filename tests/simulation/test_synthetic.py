@@ -9,7 +9,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.synthetic import Distribution, Durations, make_workload
 from asyncrl.simulation.workload import GroupScript
-from tests.simulation.recording import recipe
+from tests.simulation.recording import run_options
 
 
 def _lengths(group: GroupScript) -> list[int]:
@@ -28,7 +28,7 @@ def test_a_distribution_has_the_mean_that_it_is_named_for() -> None:
 def test_lengths_belong_together_within_a_group(tmp_path: Path) -> None:
     """Half of the variance of their logarithm is the row's, so group means vary more than they would by chance."""
     durations = Durations(turns=1, turn_tokens=Distribution(mean=1000.0, sigma=1.0))
-    groups = make_workload(recipe(tmp_path, "trainer.group_size=8"), durations, groups=400, seed=0).groups
+    groups = make_workload(run_options(tmp_path, "trainer.group_size=8"), durations, groups=400, seed=0).groups
     means = [statistics.fmean(_lengths(group)) for group in groups]
     alone = statistics.pstdev([length for group in groups for length in _lengths(group)]) / 8**0.5
     assert statistics.pstdev(means) > 1.5 * alone
@@ -44,7 +44,7 @@ def test_what_the_user_says_is_what_is_played(tmp_path: Path) -> None:
         train_seconds=8.0,
         publish_seconds=0.5,
     )
-    made = make_workload(recipe(tmp_path), durations, groups=3, seed=0)
+    made = make_workload(run_options(tmp_path), durations, groups=3, seed=0)
     assert len(made.groups) == 3
     [member, _] = made.groups[0].members
     assert [(turn.tokens, turn.reply_s) for turn in member.turns] == [(50, 3.0), (50, 0.0)]
@@ -58,7 +58,7 @@ def test_what_the_user_says_is_what_is_played(tmp_path: Path) -> None:
 def test_defaults_follow_from_the_recipe(tmp_path: Path) -> None:
     """A quarter of each turn's share of the budget; training takes as long as sampling the batch."""
     overrides = ["budget.max_turns=4", "budget.max_generated_tokens=1600", "schedule.concurrency=10"]
-    made = make_workload(recipe(tmp_path, *overrides), Durations(), groups=2000, seed=0)
+    made = make_workload(run_options(tmp_path, *overrides), Durations(), groups=2000, seed=0)
     lengths = [length for group in made.groups for length in _lengths(group)]
     assert {len(member.turns) for group in made.groups for member in group.members} == {4}
     assert statistics.fmean(lengths) == pytest.approx(100, rel=0.05)
@@ -69,7 +69,7 @@ def test_defaults_follow_from_the_recipe(tmp_path: Path) -> None:
 
 def test_a_seed_makes_the_same_workload(tmp_path: Path) -> None:
     """And another one another."""
-    first, again, other = (make_workload(recipe(tmp_path), Durations(), groups=3, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (make_workload(run_options(tmp_path), Durations(), groups=3, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.groups != other.groups
 
