@@ -308,14 +308,16 @@ class Events:
 
     def wants(self, kind: type[Event]) -> bool:
         """True if somebody observes events of this kind; where there are many of them, the others need not be made."""
-        return bool(self._route(kind))
+        observers = self._routes.get(kind)
+        return bool(self._route(kind) if observers is None else observers)
 
     def emit(self, event: Event) -> None:
         """Hand ``event`` to every observer of its kind, in the order of their subscription.
 
         Raises ``ObserverError`` if one of them raises.
         """
-        for observer in self._route(type(event)):
+        observers = self._routes.get(type(event))
+        for observer in self._route(type(event)) if observers is None else observers:
             try:
                 observer(event)
             except StalenessError:
@@ -324,8 +326,7 @@ class Events:
                 raise ObserverError(f"{observer!r} raised {error!r} at {event}") from error
 
     def _route(self, kind: type[Event]) -> tuple[Observer, ...]:
-        observers = self._routes.get(kind)
-        if observers is None:
-            observers = tuple(observer for observer, kinds in self._observers if issubclass(kind, kinds))
-            self._routes[kind] = observers
+        """Who observes events of this kind, when that is asked for the first time."""
+        observers = tuple(observer for observer, kinds in self._observers if issubclass(kind, kinds))
+        self._routes[kind] = observers
         return observers

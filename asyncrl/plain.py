@@ -169,6 +169,8 @@ def _as_text(path: str, value: object) -> object:
 
 def copied(row: T) -> T:
     """A copy that shares nothing which can be changed, but for what cannot be copied (see ``uncopied``)."""
+    if type(row) in _IMMUTABLE:
+        return row
     try:
         made: T = _copied(row)
         return made

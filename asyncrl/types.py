@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,6 +57,10 @@ class SpanKind(StrEnum):
     """Sampled by the policy: the only kind that is trained."""
     FRAMING = "framing"
     """Written by the environment between two turns: tool results, role markers, a missing terminator."""
+
+
+_GENERATED = SpanKind.GENERATED
+# A name of its own, because to look it up in its class takes longer than what is done with it.
 
 
 class StopReason(StrEnum):
@@ -163,8 +168,8 @@ class Span:
     """The policy that sampled the tokens; None unless generated."""
 
     def __post_init__(self) -> None:
-        generated = self.kind is SpanKind.GENERATED
-        if generated != (self.logprobs is not None) or generated != (self.version is not None):
+        generated = self.kind is _GENERATED
+        if (self.logprobs is not None) is not generated or (self.version is not None) is not generated:
             raise ValueError(f"a {self.kind} span needs log-probabilities and a version exactly if it is generated")
 
 
@@ -176,6 +181,9 @@ class ToolCall:
     arguments: Mapping[str, Any] | None
     id: str = ""
     error: str = ""
+
+
+_TOKENS = attrgetter("tokens")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -256,7 +264,7 @@ class Trajectory:
             return
         self.spans.append(span)
         self.context_tokens += tokens
-        if span.kind is SpanKind.GENERATED:
+        if span.kind is _GENERATED:
             self.generated_tokens += tokens
             self.turn_tokens += tokens
 
@@ -267,7 +275,7 @@ class Trajectory:
         for part in segment.versions:
             if several:
                 tokens, logprobs = segment.tokens[part.start : part.end], segment.logprobs[part.start : part.end]
-            self.append(Span(kind=SpanKind.GENERATED, tokens=tokens, logprobs=logprobs, version=part.version))
+            self.append(Span(kind=_GENERATED, tokens=tokens, logprobs=logprobs, version=part.version))
         self.segments += 1
         self.stop = segment.stop
         self.server = segment.server
@@ -278,7 +286,7 @@ class Trajectory:
             return self.spans[0].tokens
         if not self.spans:
             return np.empty(0, dtype=np.int32)
-        return np.concatenate([span.tokens for span in self.spans])
+        return np.concatenate(list(map(_TOKENS, self.spans)))
 
     def turn_ids(self) -> IntArray:
         """(turn_tokens,) the ids generated in the current turn, over all of its segments."""

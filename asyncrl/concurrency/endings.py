@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["Endings", "FirstError", "WhenBegun", "first_error", "is_cancellation", "kept", "note", "noted"]
@@ -111,22 +112,20 @@ class Endings(AsyncExitStack):
         return callback
 
 
-class WhenBegun(Coroutine[Any, Any, T]):
+class WhenBegun(partial[Coroutine[Any, Any, T]]):
     """``tasks.start_soon(WhenBegun, function, *args)``: the coroutine is made when its task begins.
 
     A caller that leaves its loop by an error and ends the event loop cancels tasks that have not begun. anyio then
     leaves their coroutines as they are, and Python warns of each that it was never awaited.
     """
 
-    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> None:
-        self._function = function
-        self._args = args
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"WhenBegun({self._function!r})"
+        return f"WhenBegun({self.func!r})"
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return self._function(*self._args).__await__()
+        return self().__await__()
 
     def send(self, value: Any) -> Any:
         """Not used: it is awaited."""

@@ -37,6 +37,13 @@ _LIBRARIES = (
 )
 
 
+_USUAL_YOUNG = 2000
+# The largest threshold that a version of Python begins with.
+_THRESHOLDS = (10_000, 3, 2)
+# A thousand trajectories under way have tens of thousands of objects, and all live longer than the usual 700
+# allocations: to look at them so often frees nothing. Full collections are as frequent as with the usual (700, 10, 10).
+
+
 class LoopLag:
     """Owns the lateness since the last ``take``. Start ``run`` in a task group.
 
@@ -142,17 +149,21 @@ def settled_heap() -> Iterator[None]:
     """Spare the block's garbage collections what exists already.
 
     Half a million objects of torch and of the model's code live as long as the run; a full collection that looks at
-    them again holds the loop for tenths of a second. If the program froze its heap itself, nothing is changed; on a
-    virtual clock there is nothing to hold.
+    them again holds the loop for tenths of a second. Young objects are looked at less often. If the program froze its
+    heap itself, nothing is changed; on a virtual clock there is nothing to hold.
     """
     if gc.get_freeze_count() or _is_virtual():
         yield
         return
+    thresholds = gc.get_threshold()
     gc.collect()  # else garbage would be kept too
     gc.freeze()
+    if 0 < thresholds[0] <= _USUAL_YOUNG:  # the program has not chosen its own
+        gc.set_threshold(*_THRESHOLDS)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

@@ -29,7 +29,7 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.plain import metric, numbers
-from asyncrl.types import BarrierWait, DropReason, Group, SpanKind, Trajectory, TruncationCause
+from asyncrl.types import BarrierWait, DropReason, Group, Trajectory, TruncationCause
 
 __all__ = ["COUNTED", "BatchMetrics", "MetricsRecorder", "percentile"]
 
@@ -216,13 +216,13 @@ class BatchMetrics:
 
     def _count_ages(self, member: Trajectory) -> None:
         for span in member.spans:
-            if span.kind is SpanKind.GENERATED and span.version is not None:
-                age = self._version - span.version
+            if span.version is not None:  # a generated one
+                age, tokens = self._version - span.version, len(span.tokens)
                 if self._masked and age > self._max_staleness:
-                    self._masked_tokens += len(span.tokens)
+                    self._masked_tokens += tokens
                 else:
                     self._span_ages[age] += 1
-                    self._token_ages[age] += len(span.tokens)
+                    self._token_ages[age] += tokens
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the groups added so far."""

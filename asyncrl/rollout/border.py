@@ -13,7 +13,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Never
@@ -114,14 +114,24 @@ def refuse(what: str, value: object, allowed: str, function: Any) -> Never:
 
 def checked_messages(value: object, function: Any, *, least: int = 0) -> list[Message]:
     """Messages as new plain dicts, each with a role that is known and a content."""
-    if not isinstance(value, list | tuple):
+    if type(value) is not list and not isinstance(value, list | tuple):
         refuse("the answer", value, _MESSAGES, function)
     if len(value) < least:
         refuse("the answer", value, f"{_MESSAGES}, at least {least} of them", function)
-    return [
-        message.copy() if _is_usual(message) else _message(message, index, function)
-        for index, message in enumerate(value)
-    ]
+    messages: list[Message] = []
+    for message in value:
+        if (
+            type(message) is dict
+            and len(message) == 2
+            and type(role := message.get("role")) is str
+            and role in ROLES
+            and type(content := message.get("content")) is str
+            and content.isascii()
+        ) or _is_usual(message):
+            messages.append(message.copy())
+        else:
+            messages.append(_message(message, len(messages), function))
+    return messages
 
 
 def _is_usual(value: object) -> bool:
@@ -169,13 +179,13 @@ def _not_json(index: int, key: str, function: Any, path: str, value: object) -> 
     refuse(f"message {index}[{shown(key)}]{path}", value, "what JSON has", function)
 
 
-def checked_turn(value: object, function: Any) -> TurnResult | None:
-    """The answer to a turn; None ends the conversation."""
+def checked_turn(value: object, function: Any) -> tuple[list[Message], int | None] | None:
+    """The answer to a turn: messages, and for once a bound on the next turn's tokens; None ends the conversation."""
     if value is None:
         return None
-    if not isinstance(value, TurnResult):
-        return TurnResult(messages=checked_messages(value, function))
-    return replace(value, messages=checked_messages(value.messages, function))
+    if isinstance(value, TurnResult):
+        return checked_messages(value.messages, function), value.max_turn_tokens
+    return checked_messages(value, function), None
 
 
 def checked_result(value: object, function: Any) -> str:
@@ -187,6 +197,8 @@ def checked_result(value: object, function: Any) -> str:
 
 def checked_reward(value: object, function: Any) -> float:
     """A finite float that training can square."""
+    if type(value) is float and -LARGEST_REWARD <= value <= LARGEST_REWARD:
+        return value
     try:
         reward = number(value)
     except TypeError:
@@ -204,7 +216,7 @@ def checked_metrics(traj: Trajectory, function: Any) -> None:
     One that is no number is taken out, and refused: it came in with ``function``, after which this is called.
     """
     found: object = traj.metrics
-    if type(found) is dict and are_plain(found):
+    if type(found) is dict and (not found or are_plain(found)):
         return
     traj.metrics = numbers(found)
     if not isinstance(found, dict):

@@ -73,17 +73,19 @@ class Budget:
 
     def turn_complete(self, traj: Trajectory, turn_cap: int | None = None) -> bool:
         """True if the model ended its message, or the turn has all the tokens that it may have."""
+        if traj.stop is StopReason.STOP:
+            return True
         cap = self._turn_cap(turn_cap)
-        return traj.stop is StopReason.STOP or (cap is not None and traj.turn_tokens >= cap)
+        return cap is not None and traj.turn_tokens >= cap
 
     def answered(self, parsed: ParsedTurn) -> ParsedTurn:
         """The turn with as many calls as are run, and one that says of the others that they are not.
 
         A model that repeats itself can write ten thousand calls into a turn.
         """
-        calls, most = parsed.tool_calls, self.max_turn_calls
-        if len(calls) <= most:
+        if len(parsed.tool_calls) <= self.max_turn_calls:
             return parsed
+        calls, most = parsed.tool_calls, self.max_turn_calls
         left_out = len(calls) - most
         error = f"at most {most} calls of a turn are run; this one and those after it, {left_out} in all, were left out"
         kept = (*calls[:most], replace(calls[most], arguments=None, error=error))

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -23,7 +24,7 @@ from anyio.lowlevel import RunVar
 from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 
-__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread"]
+__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread", "time_of"]
 
 T = TypeVar("T")
 
@@ -31,6 +32,11 @@ _USER_THREADS = 32
 # Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
 _user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
 _abandoned: RunVar[dict[_Call, str]] = RunVar("asyncrl.abandoned_calls")
+
+
+def time_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """``loop.time``; of asyncio's own loops the system's clock itself, which takes half as long to read."""
+    return time.monotonic if type(loop).time is asyncio.BaseEventLoop.time else loop.time
 
 
 class Deadline:
@@ -63,11 +69,12 @@ class UserCalls:
     everything else that a turn needs. Leaving the block ends the timer.
     """
 
-    __slots__ = ("_due", "_late", "_loop", "_timeout_s", "_timer")
+    __slots__ = ("_due", "_late", "_loop", "_now", "_timeout_s", "_timer")
 
     def __init__(self, timeout: float = math.inf) -> None:
         self._timeout_s = timeout
         self._loop = asyncio.get_running_loop()
+        self._now = time_of(self._loop)
         self._timer: asyncio.TimerHandle | None = None
         self._due: dict[asyncio.Task[Any], float] = {}
         # Who makes a call -> loop time by which it has to end; earliest first.
@@ -90,11 +97,13 @@ class UserCalls:
         task = asyncio.current_task(self._loop)
         assert task is not None
         cancelling = task.cancelling()
-        self._due[task] = due = self._loop.time() + self._timeout_s
+        self._due[task] = due = self._now() + self._timeout_s
         if self._timer is None and due < math.inf:
             self._timer = self._loop.call_at(due, self._look)
         try:
-            return await _begun(function, args)
+            if _is_asynchronous(getattr(function, "__func__", function)):
+                return await function(*args)
+            return await in_thread(partial(function, *args), _name(function))
         except asyncio.CancelledError:
             # If somebody else cancelled the task as well, that counts for more.
             if task in self._late and task.uncancel() <= cancelling:
@@ -111,7 +120,7 @@ class UserCalls:
     def _look(self) -> None:
         """The deadline of some call has come; of one that has ended, if another is under way."""
         self._timer = None
-        now = self._loop.time()
+        now = self._now()
         for task, due in self._due.items():
             if due > now:
                 self._timer = self._loop.call_at(due, self._look)

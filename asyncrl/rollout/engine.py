@@ -25,7 +25,7 @@ from asyncrl.publishing.policy import OpenPolicy, Policy
 from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.budget import Budget
-from asyncrl.rollout.calls import UserCalls
+from asyncrl.rollout.calls import UserCalls, time_of
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.group import run_group
@@ -251,7 +251,7 @@ class RolloutEngine:
                 activities=Activities(),
                 calls=UserCalls(self._environment_timeout_s),
                 trajectory_timeout_s=self._trajectory_timeout_s,
-                now=asyncio.get_running_loop().time,
+                now=time_of(asyncio.get_running_loop()),
             )
             with context.calls, ExitStack() as stack:
                 stack.callback(_follow_capacity(policy.sampler, context.requests))

@@ -26,14 +26,15 @@ def ended(segment: Segment, traj: Trajectory, renderer: Renderer) -> Segment:
 
     It ends with STOP if the turn is complete with it: also if the server was told to abort in the same moment.
     """
-    if not len(segment.tokens):
+    stopped = segment.stop is StopReason.STOP
+    if (stopped and not renderer.stop) or not len(segment.tokens):
         return segment
     if renderer.stop:
         before = _tail(traj, _BYTES * (1 + max(map(len, renderer.stop))))
         kept = _completed(before, segment.tokens, renderer)
         if kept is not None:
-            return segment if segment.stop is StopReason.STOP and kept == len(segment.tokens) else segment.cut(kept)
-    if segment.stop is not StopReason.STOP and int(segment.tokens[-1]) in renderer.stop_token_ids:
+            return segment if stopped and kept == len(segment.tokens) else segment.cut(kept)
+    if not stopped and int(segment.tokens[-1]) in renderer.stop_token_ids:
         return segment.cut(len(segment.tokens))
     return segment
 

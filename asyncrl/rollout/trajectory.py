@@ -24,7 +24,7 @@ from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.renderer import Renderer
-from asyncrl.rollout.seeds import derived
+from asyncrl.rollout.seeds import derived_for_request
 from asyncrl.rollout.stops import ended
 from asyncrl.sampling.base import ModelRef, Sampler, SegmentRequest
 from asyncrl.scheduling.kvage import Placement, place
@@ -115,7 +115,7 @@ async def converse(
             await _read(traj, env, context)
             continue
         wanted = context.budget.next_segment(traj, traj.turn_cap)
-        if isinstance(wanted, TruncationCause):
+        if not isinstance(wanted, int):
             traj.truncated = wanted
             break
         segment = await _sample(traj, wanted, context, allow)
@@ -189,11 +189,15 @@ async def _sample(
             context.unpin(version)
     finally:
         context.requests.release()
-    _require_made(served, context.versions.arriving)
+    newest = context.versions.arriving
+    for span in served.versions:
+        if not 0 <= span.version <= newest:
+            raise _not_made(served, span.version, newest)
     segment = ended(served, traj, context.renderer)
     now = context.now()
-    traj.add_seconds("queue", dispatched - queued)
-    traj.add_seconds("sampling", now - dispatched)
+    seconds = traj.seconds
+    seconds["queue"] = seconds.get("queue", 0.0) + (dispatched - queued)
+    seconds["sampling"] = seconds.get("sampling", 0.0) + (now - dispatched)
     context.events.emit(
         SegmentSampled(
             time=now,
@@ -203,7 +207,7 @@ async def _sample(
             prompt_tokens=traj.context_tokens,
             cached_tokens=segment.cached_tokens,
             tokens=len(served.tokens),
-            cut_tokens=len(served.tokens) - len(segment.tokens),
+            cut_tokens=0 if segment is served else len(served.tokens) - len(segment.tokens),
             queue_seconds=dispatched - queued,
             seconds=now - dispatched,
             refilled=refilled,
@@ -212,14 +216,11 @@ async def _sample(
     return segment
 
 
-def _require_made(segment: Segment, newest: int) -> None:
-    """Refuse tokens of versions that this run has not given to any server, ``newest`` being the last that it has."""
-    for span in segment.versions:
-        if not 0 <= span.version <= newest:
-            raise ProtocolError(
-                f"{segment.server or 'the sampler'} has answered with version {span.version}, but the newest of this "
-                f"run is {newest}"
-            )
+def _not_made(segment: Segment, version: int, newest: int) -> ProtocolError:
+    """To refuse tokens of ``version``, which no server was given by this run; ``newest`` is the last that one was."""
+    return ProtocolError(
+        f"{segment.server or 'the sampler'} has answered with version {version}, but the newest of this run is {newest}"
+    )
 
 
 def _request(
@@ -236,7 +237,7 @@ def _request(
         top_k=settings.top_k,
         stop=context.renderer.stop,
         stop_token_ids=context.renderer.stop_token_ids,
-        seed=derived(traj.seed, traj.group, traj.member, traj.attempt, traj.segments),
+        seed=derived_for_request(traj.seed, traj.group, traj.member, traj.attempt, traj.segments),
         adapter=ref.adapter,
         extra_key=ref.extra_key,
         anchor=placed.anchor,
@@ -246,14 +247,15 @@ def _request(
 
 def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
     """Where the next segment is sampled, and whether that computes the prefix anew."""
-    current = None
+    current, settings, versions = None, context.settings, context.versions
     if traj.version is not None and traj.anchor is not None:
         current = Placement(version=traj.version, anchor=traj.anchor)
-    versions = context.versions
-    target = place(current, versions.published, context.settings.kv_cache, arriving=versions.arriving)
+        if settings.kv_cache is None:
+            return current, False
+    target = place(current, versions.published, settings.kv_cache, arriving=versions.arriving)
     if target is current or target == current:
         return target, False
-    if context.settings.keeps_version:
+    if settings.keeps_version:
         context.pin(target.version)
         leave_version(traj, context)
     traj.version, traj.anchor = target.version, target.anchor
@@ -300,13 +302,15 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """Ask the environment for its answer to the turn, and take note of it."""
     started = context.now()
     context.activities[traj.id] = (traj, "reply", started)
-    errors, tool_seconds = traj.metrics.get("tool_errors", 0.0), traj.metrics.get("tool_seconds", 0.0)
+    before = traj.metrics
+    errors, tool_seconds = before.get("tool_errors", 0.0), before.get("tool_seconds", 0.0)
     answer = await context.calls(env.on_turn, traj)
     checked_metrics(traj, env.on_turn)
-    result = checked_turn(answer, env.on_turn)
+    reply = checked_turn(answer, env.on_turn)
     now = context.now()
     in_tools = traj.metrics.get("tool_seconds", 0.0) - tool_seconds
-    traj.add_seconds("environment", max(0.0, now - started - in_tools))
+    in_environment = now - started - in_tools
+    traj.add_seconds("environment", in_environment if in_environment > 0.0 else 0.0)
     if context.events.wants(ToolCalled):
         called = ToolCalled(
             time=now,
@@ -319,17 +323,18 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
         context.events.emit(called)
     state = await _env_state(traj, env, context) if context.keeps_env_state else None
     cause = context.budget.after_turn(traj)
-    if result is None or cause is not None:
+    if reply is None or cause is not None:
         traj.env_state = state
-        traj.over = result is None
-        traj.truncated = None if result is None else cause
+        traj.over = reply is None
+        traj.truncated = None if reply is None else cause
         return
-    messages = await context.renderer.shortened(result.messages, context.budget.tool_output_tokens)
+    said, max_turn_tokens = reply
+    messages = await context.renderer.shortened(said, context.budget.tool_output_tokens)
     framing = await context.renderer.continuation(traj.messages, messages, traj.turn_ids(), env.tools)
     traj.env_state = state
     traj.messages.extend(messages)
     traj.append(Span(kind=SpanKind.FRAMING, tokens=framing))
-    traj.turn_cap = result.max_turn_tokens
+    traj.turn_cap = max_turn_tokens
     traj.turn_tokens = 0
     traj.awaiting_reply = False
 

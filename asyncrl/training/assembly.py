@@ -55,6 +55,8 @@ class StepAssembly:
         self._version = version
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
+        self._oldest = 0 if max_staleness is None else max(0, version - max_staleness)
+        # Of the versions that are trained.
         self._groups: list[Group] = []
         # Those of them whose advantages need the rewards of the whole batch.
         self._waiting: list[Group] = []
@@ -83,6 +85,9 @@ class StepAssembly:
 
     def finish(self) -> Iterator[list[TrainingSequence]]:
         """The batch is complete: the sequences that had to wait for that, group by group. Exhaust it."""
+        by_batch = self._centered is not None and self._centered.standardize == "batch"
+        if not self._waiting and not by_batch:
+            return
         rewards = [self._rewards(group) for group in self._groups]
         self._scale = self._advantage_scale(rewards)
         if not self._waiting:
@@ -200,7 +205,9 @@ class StepAssembly:
             start = 0
             for span in member.spans:
                 stop = start + len(span.tokens)
-                if span.kind is SpanKind.GENERATED and self._trainable(span, member):
+                # Nothing but a generated span has a version.
+                young = span.version is not None and self._oldest <= span.version <= self._version
+                if young or (span.kind is SpanKind.GENERATED and self._trainable(span, member)):
                     trained.append((start, stop, span))
                 start = stop
         return trained
