@@ -163,13 +163,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     recipe = _load(arguments)
     composed = _compose(recipe, None)
-    evaluator = composed.evaluator
-    if evaluator is None:
+    if (evaluator := composed.evaluator) is None:
         raise ConfigError(f"{recipe.path}: data.heldout is missing: it names the rows to evaluate")
     result: dict[str, object] = {}
 
     async def work() -> None:
         async with kept(composed.engine.opened(composed.trainer.events)) as session:
+            await session.publish(0)
             metrics = await evaluator.evaluate(session)
             result.update(heldout=metrics["reward_mean"], **metrics)
 

@@ -84,7 +84,6 @@ class Policy:
             raise TypeError("a sampler other than rl.SGLang needs a publisher of its own")
         self._publisher = publisher
         self._directory = None if directory is None else Path(directory).resolve()
-        self._resumed_in: Path | None = None
         self._in_use = False
 
     @property
@@ -102,25 +101,20 @@ class Policy:
             return self._publisher.pins_versions
         return self.learner.lora_rank is not None or (self._sampler.may_be_many and kv_cache is None)
 
-    def keep_versions_in(self, directory: Path) -> None:
-        """Write published versions there, unless the policy was given a folder of its own.
-
-        Whoever uses ``directory`` again is the same run, resumed.
-        """
-        self._resumed_in = directory.resolve()
-        if self._directory is None:
-            self._directory = self._resumed_in
-
     def check_kv_cache(self, kv_cache: KVCache | None) -> None:
         """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
         if self._publisher is None and self.learner.lora_rank is None:
             check_pause_mode(self._publication.pause_mode, kv_cache)
 
     @asynccontextmanager
-    async def opened(self, events: Events, *, kv_cache: KVCache | None = None) -> AsyncGenerator[OpenPolicy, None]:
+    async def opened(
+        self, events: Events, *, kv_cache: KVCache | None = None, versions_in: Path | None = None
+    ) -> AsyncGenerator[OpenPolicy, None]:
         """Load the model and start or reach the servers; end them at the exit.
 
         ``kv_cache``: the rule by which trajectories move to newer weights, None if they never do.
+        ``versions_in``: where published versions are written, unless the policy has a folder of its own. Whoever uses
+        ``versions_in`` again is the same run, resumed.
 
         What happens to servers is reported in ``events``. Servers that were given are asked first, so that a wrong URL
         is refused before anything is loaded; one of our own starts while the model is loaded.
@@ -132,7 +126,7 @@ class Policy:
             stack.callback(self._free)
             home, vocab_size = None, None
             if self._publisher is None:
-                home = await anyio.to_thread.run_sync(self._own, stack)
+                home = await anyio.to_thread.run_sync(self._own, stack, versions_in)
                 # Some servers do not survive ids outside of the vocabulary.
                 vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
             servers = self._sampler.opened(vocab_size=vocab_size, events=events)
@@ -151,9 +145,10 @@ class Policy:
                 publisher = await make_publisher(self._publication, self.learner, fleet, home, stack, kv_cache=kv_cache)
             yield OpenPolicy(learner=self.learner, sampler=self._sampler, publisher=publisher)
 
-    def _own(self, stack: AsyncExitStack) -> Home:
+    def _own(self, stack: AsyncExitStack, versions_in: Path | None) -> Home:
         """Take the folder of the versions into use."""
-        directory = self._directory
+        resumed_in = None if versions_in is None else versions_in.resolve()
+        directory = self._directory or resumed_in
         if directory is None:
             temporary = tempfile.TemporaryDirectory(prefix="asyncrl-")
             stack.callback(temporary.cleanup)
@@ -162,8 +157,8 @@ class Policy:
         return Home(
             directory=Path(temporary.name) if directory is None else directory,
             is_temporary=directory is None,
-            own=self._resumed_in is not None and directory == self._resumed_in,
-            writer=Writer() if self._resumed_in is None else Writer(run=run_of(self._resumed_in)),
+            own=resumed_in is not None and directory == resumed_in,
+            writer=Writer() if resumed_in is None else Writer(run=run_of(resumed_in)),
         )
 
     def _free(self) -> None:

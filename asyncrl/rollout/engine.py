@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,8 @@ __all__ = ["EngineSession", "RolloutEngine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSession:
-    """An engine that is up. ``clock`` holds the published version; the trainer that drives it moves the clock."""
+    """An engine that is up. It samples once the first version is published; ``clock`` holds what is committed and
+    published."""
 
     policy: OpenPolicy
     clock: PolicyClock
@@ -56,6 +57,7 @@ class EngineSession:
     _slots: OrderedSlots
     _seed: int
     _prefix: str = ""
+    _on_published: Callable[[int], None] = field(default=lambda version: None)
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -82,22 +84,57 @@ class EngineSession:
         """Sampling requests that wait for ``max_sample_requests``."""
         return self._context.requests.waiting
 
-    def pinned(self, version: int, *, prefix: str, temperature: float, events: Events) -> EngineSession:
-        """The same engine for a measurement: every trajectory samples with ``version`` and reports to ``events``."""
+    async def stage(self, version: int) -> None:
+        """Export the learner's parameters as ``version``; the learner may go on once this returns."""
+        await self.policy.publisher.stage(version)
+        self.clock.stage(version)
+
+    async def publish(self, version: int) -> None:
+        """Make ``version`` live on every server and move the clock to it; stage it first, unless that was done.
+
+        The first one is the version that the learner was opened with or brought back to. Emits ``VersionPublished``.
+        Raises what ``Publisher.publish`` raises; the clock then stays where it is.
+        """
+        started = anyio.current_time()
+        if version > self.clock.staged:
+            await self.stage(version)
+        publisher = self.policy.publisher
+        if not publisher.pins_versions:
+            self.clock.arrive(version)
+        difference = await publisher.publish(version)
+        self.clock.publish(version)
+        self._on_published(version)
+        now = anyio.current_time()
+        self.events.emit(VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference))
+
+    def for_evaluation(self, *, prefix: str, temperature: float | None, events: Events) -> EngineSession:
+        """The same engine for a measurement: every trajectory samples with the version that is published now.
+
+        ``prefix`` begins the trajectories' names, ``events`` is told of them. ``temperature``: None is the engine's.
+        """
+        settings = self._context.settings
         context = replace(
             self._context,
-            settings=replace(self._context.settings, temperature=temperature, kv_cache=None),
-            versions=_Pinned(published=version),
+            settings=replace(
+                settings, temperature=settings.temperature if temperature is None else temperature, kv_cache=None
+            ),
+            versions=PolicyClock(self.clock.published),  # which nobody moves
             events=events,
+            keeps_env_state=False,
+            on_birth=lambda group, version: None,
         )
         return replace(self, _context=context, _prefix=prefix)
 
-    def trained(self, on_birth: Callable[[int, int], None], *, resumable: bool) -> EngineSession:
-        """The same engine for a run: ``on_birth(group, version)`` is called at each dispatch.
+    def for_training(
+        self, on_birth: Callable[[int, int], None], on_published: Callable[[int], None], *, resumable: bool
+    ) -> EngineSession:
+        """The same engine for a run: ``on_birth(group, version)`` is called at each dispatch, ``on_published(version)``
+        when a version is live and before that is reported.
 
         ``resumable``: environments are asked for what they need to be brought back.
         """
-        return replace(self, _context=replace(self._context, on_birth=on_birth, keeps_env_state=resumable))
+        context = replace(self._context, on_birth=on_birth, keeps_env_state=resumable)
+        return replace(self, _context=context, _on_published=on_published)
 
     async def group(
         self,
@@ -125,18 +162,6 @@ class EngineSession:
         return await run_group(
             plan, self._factory, self._slots, self._context, on_part=on_part, on_reroll=on_reroll, progress=progress
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pinned:
-    """A version source that never moves."""
-
-    published: int
-
-    @property
-    def arriving(self) -> int:
-        """None arrives while something is measured."""
-        return self.published
 
 
 class RolloutEngine:
@@ -219,23 +244,19 @@ class RolloutEngine:
 
     @asynccontextmanager
     async def opened(
-        self, events: Events | None = None, *, restore: Callable[[OpenPolicy], Awaitable[int]] | None = None
+        self, events: Events | None = None, *, versions_in: Path | None = None
     ) -> AsyncGenerator[EngineSession, None]:
-        """Bring up the policy with version 0 published, or the one that ``restore`` has given the learner."""
+        """Bring up the policy. Nothing is published yet: ``publish`` version 0, or what the learner is brought back to.
+
+        ``versions_in``: see ``Policy.opened``.
+        """
         events = events or Events()
         if self.policy.opens_connections:
             require_open_files(self.schedule.sample_requests)
-        async with self.policy.opened(events, kv_cache=self.settings.kv_cache) as policy:
+        async with self.policy.opened(events, kv_cache=self.settings.kv_cache, versions_in=versions_in) as policy:
             budget = self._budget_within(policy.sampler, events)
             renderer = await self._open_renderer(policy.learner.model_path, events)
-            clock = PolicyClock(0 if restore is None else await restore(policy))
-            started = anyio.current_time()
-            await policy.publisher.stage(clock.published)
-            difference = await policy.publisher.publish(clock.published)
-            now = anyio.current_time()
-            events.emit(
-                VersionPublished(time=now, version=clock.published, seconds=now - started, probe_error=difference)
-            )
+            clock = PolicyClock(-1)
             context = RolloutContext(
                 sampler=policy.sampler,
                 renderer=renderer,
@@ -301,6 +322,7 @@ class RolloutEngine:
             numbered = iter(enumerate(checked))
             async with kept(self.opened(events)) as session, groups, anyio.create_task_group() as tasks:
                 with finished:
+                    await session.publish(0)
                     for _ in range(width):
                         tasks.start_soon(WhenBegun, _work, session, numbered, group_size, finished.clone())
                 async for group in groups:

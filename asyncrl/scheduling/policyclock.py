@@ -1,4 +1,4 @@
-"""The two versions of a run: what the learner has committed, and what the servers have published."""
+"""The versions of a run: what the learner has committed, what is staged of it, and what the servers have published."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ __all__ = ["PolicyClock"]
 
 
 class PolicyClock:
-    """Owns the committed and the published version. Requests are stamped with ``published`` at dispatch."""
+    """Owns the committed, the staged and the published version, -1 where there is none yet.
+
+    Requests are stamped with ``published`` at dispatch.
+    """
 
     def __init__(self, version: int = 0) -> None:
         self.committed = version
+        self.staged = version
+        """The newest version that the publisher has a copy of, so that the learner may go on."""
         self.published = version
         self.arriving = version
         """The version that servers may already sample requests with; newer than ``published`` during an update."""
@@ -22,6 +27,14 @@ class PolicyClock:
         """An optimizer step was taken: the new committed version."""
         self.committed += 1
         return self.committed
+
+    def stage(self, version: int) -> None:
+        """The publisher has a copy of ``version``. The first is the one with which the learner begins."""
+        if self.committed < 0:
+            self.committed = version
+        if not self.staged < version <= self.committed:
+            raise StalenessError(f"staged version {version} after {self.staged}, with {self.committed} committed")
+        self.staged = version
 
     def arrive(self, version: int) -> None:
         """Servers are brought to ``version`` from now on, under the requests that they have."""

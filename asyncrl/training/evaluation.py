@@ -53,15 +53,10 @@ class Evaluator:
         failed: list[BaseException] = []
         events = Events()  # its segments and tools are not part of the training run's metrics
         events.subscribe(session.events.emit, kinds=(Notice,))
-        pinned = session.pinned(
-            version,
-            prefix=f"eval{version}-",
-            temperature=session.settings.temperature if self.temperature is None else self.temperature,
-            events=events,
-        )
+        rollouts = session.for_evaluation(prefix=f"eval{version}-", temperature=self.temperature, events=events)
 
         async def run(index: int, row: Row) -> None:
-            group = await pinned.group(index, row, self.group_size)
+            group = await rollouts.group(index, row, self.group_size)
             if isinstance(group, Group):
                 groups.append(group)
             else:

@@ -23,7 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from asyncrl.concurrency.endings import Endings, FirstError, WhenBegun, noted
 from asyncrl.concurrency.iteration import Consumer
-from asyncrl.events import GroupAdmitted, GroupBorn, Notice, StepFinished, VersionPublished
+from asyncrl.events import GroupAdmitted, GroupBorn, Notice, StepFinished
 from asyncrl.observe.lag import LoopLag, settled_heap
 from asyncrl.observe.metrics import COUNTED, MetricsRecorder
 from asyncrl.observe.untrained import Untrained
@@ -59,8 +59,6 @@ class TrainingRun:
         saver: Saver,
     ) -> None:
         self.plan = plan
-        self.session = session
-        self.rollouts = session.trained(self._birth, resumable=saver.resumable)
         self.clock = session.clock
         self.events = session.events
         self.rows = rows
@@ -73,6 +71,7 @@ class TrainingRun:
             groups=steps * plan.groups_per_step,
             rows=math.inf if plan.repeat_dataset else len(rows),
         )
+        self.session = session.for_training(self._birth, self.admission.published, resumable=saver.resumable)
         self.batches = Batches(
             admission=self.admission,
             clock=self.clock,
@@ -163,7 +162,7 @@ class TrainingRun:
     async def _roll_out(self, group: int) -> None:
         row = self.rows[group % len(self.rows)]
         with self.first_error.watched():
-            finished = await self.rollouts.group(
+            finished = await self.session.group(
                 group,
                 row,
                 self.plan.group_size,
@@ -193,15 +192,8 @@ class TrainingRun:
 
     async def _publish(self, versions: MemoryObjectReceiveStream[int]) -> None:
         async for version in versions:
-            started = anyio.current_time()
-            if not self.session.policy.publisher.pins_versions:
-                self.clock.arrive(version)
             with self.first_error.watched():
-                difference = await self.session.policy.publisher.publish(version)
-            self.clock.publish(version)
-            self.admission.published(version)
-            now = anyio.current_time()
-            self.events.emit(VersionPublished(time=now, version=version, seconds=now - started, probe_error=difference))
+                await self.session.publish(version)
 
     async def _step(self, n: int, staged: MemoryObjectSendStream[int]) -> Step | None:
         """The step, or None if there are no groups left for one."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
@@ -57,6 +58,8 @@ class RunSaver:
         """The newest step after which the policy was measured; -1 if it never was."""
         self.signals: Sequence[signal.Signals] = options.signals
         """What stops the run in order."""
+        self.versions_in: Path | None = options.directory / "adapters"
+        """For published versions: those that trajectories keep have to be there when the run is resumed."""
         self._counts = ResumeCounts()
         self._chunks: list[Sequence[TrainingSequence]] = []
         # Forward-backward passes of the step under way.
@@ -328,6 +331,7 @@ class NothingSaved:
 
     resumable = False
     evaluated = -1
+    versions_in: Path | None = None
     signals: Sequence[signal.Signals] = ()
 
     def __init__(self) -> None:

@@ -215,7 +215,7 @@ class TrainerStep:
         self._session.events.emit(VersionCommitted(time=now, version=version))
         self._tell(consumed)
         self.times.end("optimizer")
-        await self._session.policy.publisher.stage(version)
+        await self._session.stage(version)
         self.times.end("publication")
 
     async def _end_without_gradient(self) -> None:

@@ -16,7 +16,6 @@ from asyncrl.learning.advantages import Advantage, GroupCentered
 from asyncrl.learning.losses import Loss, loss_from
 from asyncrl.learning.normalize import Normalize
 from asyncrl.learning.optimizer import Adam
-from asyncrl.publishing.policy import OpenPolicy
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.worker import refuse_in_worker
@@ -91,9 +90,6 @@ class AsyncTrainer:
             truncation=truncation or Truncation(),
             forward_backward_batch=forward_backward_batch,
         )
-        if checkpointing is not None:
-            # Versions that trajectories keep have to be there when the run is resumed.
-            engine.policy.keep_versions_in(checkpointing.directory / "adapters")
         check_plan(self._plan, engine)
         check_acknowledged(self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness)
 
@@ -117,19 +113,16 @@ class AsyncTrainer:
 
         async def produce(consumer: Consumer[Step]) -> None:
             saver = NothingSaved() if self.checkpointing is None else RunSaver(self.checkpointing)
-
-            async def restore(policy: OpenPolicy) -> int:
-                # How many servers there are may be seen only now; nothing is live on them yet.
-                check_versions(self._plan, kept=policy.publisher.pins_versions, settings=self.engine.settings)
-                return await saver.restore(self._plan, self.events, steps, policy)
-
             identity = partial(run_identity, self._plan, self.engine, rows)
             opened = saver.opened(identity, lambda group: rows[group % len(rows)], steps)
             async with (
                 kept(stopped_by(saver.signals, self.events)),
                 kept(opened),
-                kept(self.engine.opened(self.events, restore=restore)) as session,
+                kept(self.engine.opened(self.events, versions_in=saver.versions_in)) as session,
             ):
+                # How many servers there are may be seen only now; nothing is live on them yet.
+                check_versions(self._plan, kept=session.policy.publisher.pins_versions, settings=self.engine.settings)
+                await session.publish(await saver.restore(self._plan, self.events, steps, session.policy))
                 training = TrainingRun(self._plan, session, self.engine, rows, steps, self.evaluator, saver)
                 await training.run(consumer)
 

@@ -83,8 +83,8 @@ async def test_the_way_that_was_chosen_is_taken_and_the_result_is_left(
     assert read_theta(directory / "v000002") == 0.5
 
 
-async def _life(policy: rl.Policy, versions: int) -> None:
-    async with policy.opened(Events()) as opened:
+async def _life(policy: rl.Policy, versions: int, *, versions_in: Path | None = None) -> None:
+    async with policy.opened(Events(), versions_in=versions_in) as opened:
         for version in range(versions):
             await opened.publisher.stage(version)
             await opened.publisher.publish(version)
@@ -104,8 +104,7 @@ async def test_a_run_that_is_resumed_sweeps_what_it_has_left_and_nothing_else(
     names: dict[Path, str] = {}
     for home in (first, second):
         policy = _policy(server, tmp_path, lora_rank=lora_rank)
-        policy.keep_versions_in(home)
-        async with policy.opened(Events()) as opened:
+        async with policy.opened(Events(), versions_in=home) as opened:
             for version in range(3):
                 await opened.publisher.stage(version)
                 await opened.publisher.publish(version)
@@ -116,8 +115,7 @@ async def test_a_run_that_is_resumed_sweeps_what_it_has_left_and_nothing_else(
         # As after a kill, which unloads nothing.
         server.adapters = dict.fromkeys([*names.values(), "mine"], first / "v000002")
     policy = _policy(server, tmp_path, lora_rank=lora_rank)
-    policy.keep_versions_in(first)
-    await _life(policy, 1)
+    await _life(policy, 1, versions_in=first)
     assert _names(first) == ["run-id", "v000000"]
     assert {"v000007", "v000002"} < set(_names(second))
     assert not (first / ".v000008.partial").exists() and (second / ".v000008.partial").exists()

@@ -178,6 +178,7 @@ def _assert_whole(life: Life, directory: Path, mode: str) -> None:
 async def _gone_on(directory: Path, progress: GroupProgress, recovery: str) -> tuple[Life, Group]:
     life = _life(_plan("wait", recovery, 0), directory)
     async with life.engine.opened(life.bus) as session:
+        await session.publish(0)
         group = await session.group(0, 0, 2, progress=progress)
     assert isinstance(group, Group)
     return life, group

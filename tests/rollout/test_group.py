@@ -80,6 +80,7 @@ class _Case:
             self.part_times.append(anyio.current_time())
 
         async with self._engine.opened(bus) as session:
+            await session.publish(0)
             take(await session.group(0, None, self._size, completion=self._completion, on_part=take))
 
     def run(self) -> None:

@@ -65,6 +65,7 @@ async def test_what_does_not_fit_into_the_servers_context_is_truncated_and_not_r
     events, notices = Events(), list[Notice]()
     events.subscribe(_noting(notices))
     async with _engine(server).opened(events) as session:
+        await session.publish(0)
         fits = await session.group(0, "p" * 20, 1)
         does_not = await session.group(1, "p" * 90, 1)
     for group in (fits, does_not):
@@ -81,6 +82,7 @@ async def test_requests_wait_in_the_client_while_the_servers_are_full() -> None:
     """They are not born yet, so they do not age; the schedule's own bound stays the upper one."""
     server = scripted(seconds=lambda call: 3600.0, limits=ScriptedLimits(max_running_requests=4))
     async with _engine(server, concurrency=40).opened() as session, anyio.create_task_group() as tasks:
+        await session.publish(0)
         for index in range(40):
             tasks.start_soon(session.group, index, "p", 1)
         await anyio.sleep(1)
