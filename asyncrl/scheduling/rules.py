@@ -11,6 +11,7 @@ from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.types import TruncationCause
 
 __all__ = [
+    "STALE_RULES",
     "BatchOrder",
     "ForwardBackwardBatch",
     "GroupCompletion",
@@ -18,6 +19,7 @@ __all__ = [
     "SamplingPolicy",
     "Schedule",
     "StalePolicy",
+    "StaleRule",
     "Stragglers",
     "Truncation",
     "TruncationPolicy",
@@ -28,6 +30,40 @@ SamplingPolicy: TypeAlias = Literal["trajectory", "segment"]
 Stragglers: TypeAlias = Literal["truncate", "carry_over", "discard"]
 BatchOrder: TypeAlias = Literal["completion", "admission"]
 TruncationPolicy: TypeAlias = Literal["zero_reward", "reward", "drop", "drop_and_exclude_from_baseline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleRule:
+    """What a ``stale_policy`` does about spans older than ``max_staleness``; by default it trains them as any other."""
+
+    bounded: bool = False
+    """A barrier on the commit sees to it that there are none."""
+    masked: bool = False
+    """They get no gradient."""
+    notice: str = ""
+    """Name of the warning at a run's start, if something can be lost."""
+    reason: str = ""
+    """What can be lost, for that warning."""
+
+    @property
+    def unbounded(self) -> bool:
+        """True if tokens of any age are trained."""
+        return not (self.bounded or self.masked)
+
+
+STALE_RULES: Mapping[StalePolicy, StaleRule] = {
+    "wait": StaleRule(bounded=True),
+    "mask_span": StaleRule(
+        masked=True,
+        notice="old_spans_masked",
+        reason="stale_policy='mask_span' gives spans older than max_staleness no gradient; most are of slow "
+        "trajectories",
+    ),
+    "keep": StaleRule(
+        notice="staleness_not_bounded",
+        reason="stale_policy='keep' measures the age of trained tokens but has no bound on it",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

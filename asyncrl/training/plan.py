@@ -14,11 +14,13 @@ from asyncrl.learning.optimizer import Adam
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.trajectory import SamplingSettings
 from asyncrl.scheduling.rules import (
+    STALE_RULES,
     BatchOrder,
     ForwardBackwardBatch,
     GroupCompletion,
     SamplingPolicy,
     StalePolicy,
+    StaleRule,
     Truncation,
 )
 
@@ -45,6 +47,11 @@ class TrainingPlan:
     forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None
 
     @property
+    def stale_rule(self) -> StaleRule:
+        """What is done about spans older than ``max_staleness``."""
+        return STALE_RULES[self.stale_policy]
+
+    @property
     def overlap(self) -> ForwardBackwardBatch | None:
         """The rule by which finished groups are trained before their batch is complete; None trains whole batches."""
         if isinstance(self.forward_backward_batch, ForwardBackwardBatch):
@@ -57,7 +64,7 @@ def _against_overlap(plan: TrainingPlan) -> Iterator[str]:
     """Why groups cannot be trained before their batch is complete."""
     if plan.max_staleness > 0:
         yield f"max_staleness is {plan.max_staleness}, and explicit chunks are for synchronous runs (max_staleness=0)"
-    if plan.stale_policy != "wait":
+    if not plan.stale_rule.bounded:
         yield f"stale_policy is {plan.stale_policy!r} and must be 'wait'"
     if plan.completion.mode != "wait":
         yield f"completion.mode is {plan.completion.mode!r} and must be 'wait'"
@@ -86,7 +93,7 @@ def check_plan(plan: TrainingPlan, engine: RolloutEngine) -> None:
             f"schedule.oversample_factor is {engine.schedule.oversample_factor} and max_staleness is 0: a synchronous "
             "run admits its batch only; use oversample_factor=1 or max_staleness of at least 1"
         )
-    if plan.stale_policy != "wait" and (not plan.repeat_dataset or plan.batch_order == "admission"):
+    if not plan.stale_rule.bounded and (not plan.repeat_dataset or plan.batch_order == "admission"):
         raise ConfigError(
             f"stale_policy is {plan.stale_policy!r}: repeat_dataset=False and batch_order='admission' need 'wait'"
         )
@@ -114,7 +121,7 @@ def check_versions(plan: TrainingPlan, *, kept: bool, settings: SamplingSettings
             f"max_staleness is {plan.max_staleness} and sampling_policy is 'trajectory', {gone}: train a LoRA adapter, "
             "sample on two or more servers, use sampling_policy='segment', or set max_staleness=0"
         )
-    within_bound = plan.stale_policy == "wait" and settings.kv_cache.max_staleness >= plan.max_staleness
+    within_bound = plan.stale_rule.bounded and settings.kv_cache.max_staleness >= plan.max_staleness
     if settings.keeps_version and not within_bound:
         raise ConfigError(
             f"kv_cache.on_limit is 'hold' with kv_cache.max_staleness {settings.kv_cache.max_staleness}, {gone}: train "
@@ -153,7 +160,7 @@ def _check_completion(plan: TrainingPlan) -> None:
             raise ConfigError(f"{carried}: normalize='prompt' would count it twice; use 'token', 'sequence' or 'batch'")
         if plan.max_staleness == 0:
             raise ConfigError(f"{carried}, and max_staleness is 0: a late member would be too old; use at least 1")
-    if plan.stale_policy == "wait" and not completion.whole_groups:
+    if plan.stale_rule.bounded and not completion.whole_groups:
         raise ConfigError(
             f"completion.on_stragglers is {completion.on_stragglers!r} and stale_policy is 'wait', which needs whole "
             "groups: use on_stragglers='truncate', or stale_policy='mask_span' or 'keep'"
@@ -163,7 +170,7 @@ def _check_completion(plan: TrainingPlan) -> None:
 def check_acknowledged(plan: TrainingPlan, *, trajectory_loss: bool, unbounded: bool) -> None:
     """Refuse options that can lose training data or the bound unless the user said so."""
     losses = dict(possible_losses(plan))
-    unbounded_reason = losses.pop("staleness_not_bounded", None)
+    unbounded_reason = losses.pop(plan.stale_rule.notice) if plan.stale_rule.unbounded else None
     if losses and not trajectory_loss:
         raise ConfigError(f"{'; '.join(losses.values())}: acknowledge it with allow_trajectory_loss=True")
     if unbounded_reason is not None and not unbounded:
@@ -172,13 +179,8 @@ def check_acknowledged(plan: TrainingPlan, *, trajectory_loss: bool, unbounded: 
 
 def possible_losses(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     """What the chosen rules can lose: name and reason, said once when a run starts."""
-    if plan.stale_policy == "mask_span":
-        yield (
-            "old_spans_masked",
-            "stale_policy='mask_span' gives spans older than max_staleness no gradient; most are of slow trajectories",
-        )
-    if plan.stale_policy == "keep":
-        yield "staleness_not_bounded", "stale_policy='keep' measures the age of trained tokens but has no bound on it"
+    if plan.stale_rule.notice:
+        yield plan.stale_rule.notice, plan.stale_rule.reason
     if plan.completion.stragglers == "truncate":
         yield (
             "stragglers_truncated",

@@ -77,7 +77,7 @@ class TrainingRun:
             clock=self.clock,
             groups_per_step=plan.groups_per_step,
             order=plan.batch_order,
-            bounded=plan.stale_policy == "wait",
+            bounded=plan.stale_rule.bounded,
             split_size=plan.group_size if plan.completion.stragglers == "carry_over" else None,
         )
         self.first_error = FirstError()
@@ -93,7 +93,7 @@ class TrainingRun:
         self.untrained = Untrained(
             self.events,
             most=engine.failures.untrained_batches,
-            oldest_age=plan.max_staleness if plan.stale_policy == "mask_span" else None,
+            oldest_age=plan.max_staleness if plan.stale_rule.masked else None,
             batches=saver.state.untrained,
         )
         self.record = RunRecord(self.admission, self.batches, self.ledger, self.recorder, self.clock, self.untrained)

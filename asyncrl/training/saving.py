@@ -113,7 +113,7 @@ class RunSaver:
             return version
         require_versions(self.state)
         renew_unsampled(self.state)
-        if plan.stale_policy == "wait":
+        if plan.stale_rule.bounded:
             for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
                 self._counts.groups_begun_anew += 1
                 now = anyio.current_time()

@@ -92,13 +92,13 @@ class TrainerStep:
             min_members=plan.completion.min_members,
             temperature=session.settings.temperature,
             version=self.version,
-            max_staleness=None if plan.stale_policy == "keep" else plan.max_staleness,
-            mask_stale=plan.stale_policy == "mask_span",
+            max_staleness=None if plan.stale_rule.unbounded else plan.max_staleness,
+            mask_stale=plan.stale_rule.masked,
         )
         self.batch = BatchMetrics(
             version=self.version,
             max_staleness=plan.max_staleness,
-            masked=plan.stale_policy == "mask_span",
+            masked=plan.stale_rule.masked,
             tools=session.tools,
         )
         self._plan = plan
