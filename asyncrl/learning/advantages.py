@@ -45,7 +45,7 @@ class GroupCentered:
             raise ConfigError.for_value("advantage.eps", self.eps, "more than 0")
 
     def __call__(self, rewards: Rewards, *, min_members: int) -> list[list[float]]:
-        """See ``Advantage``."""
+        """Centre each group, and divide by the standard deviation that ``standardize`` names."""
         everyone = _present([reward for group in rewards for reward in group])
         centered = [
             self.center(group, baseline=present if len(present := _present(group)) >= min_members else everyone)
@@ -87,7 +87,7 @@ class Batchwise:
             raise ConfigError.for_value("advantage.eps", self.eps, "more than 0")
 
     def __call__(self, rewards: Rewards, *, min_members: int) -> list[list[float]]:
-        """See ``Advantage``; ``min_members`` is not needed."""
+        """Centre every group on the mean of all present rewards; ``min_members`` is not needed."""
         everyone = _present([reward for group in rewards for reward in group])
         center = GroupCentered(standardize=self.standardize, eps=self.eps).center
         return [center(group, baseline=everyone) for group in rewards]

@@ -1,12 +1,25 @@
-"""Policy losses, one object each, for one trained token.
+"""Policy losses, one class each, for one trained token; and what their sum over a step is divided by.
 
 Symbols: ``logp`` log-probability under the parameters being trained, ``mu`` the same under the policy that sampled
 (as the server sent it), ``A`` the advantage, ``r = exp(logp - mu)`` the importance ratio, ``sg`` stop-gradient. All
-in float32, on the sampling temperature's scale. A loss is a sum over tokens; weights and divisors are the learner's
-and the trainer's.
+in float32, on the sampling temperature's scale. A new loss is one more class here, with its ``name``.
 
 Log-ratios are clamped before ``exp``: a token that one side thinks impossible gives a large ratio and not infinity.
 Padding never gets here, only trained tokens do, so there is no zero times infinity to mask.
+
+The divisor has a part that is known for each trajectory at once, its tokens' weight, and one that is known only when
+the batch is complete. So chunks can be trained early, and the global part is divided out once, before the optimizer
+step. With T tokens of a trajectory that are trained, zero advantages included, and trajectories with T = 0 not counted:
+
+    normalize   weight of each token        divisor of the step
+    token       1                           sum of T
+    sequence    1 / T                       number of trajectories
+    prompt      1 / (sum of T in its group) number of groups
+    batch       1                           number of trajectories
+    sum         1                           1
+
+Tokens of trajectories whose group has no variance count: a batch without signal makes a smaller step, not a noisier
+one.
 
 Left out: a KL penalty to a reference model and an entropy bonus.
 """
@@ -14,9 +27,10 @@ Left out: a KL penalty to a reference model and an entropy bonus.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from asyncrl.errors import ConfigError
 
@@ -27,14 +41,18 @@ __all__ = [
     "CISPO",
     "PPO",
     "DecoupledPPO",
+    "Divisor",
     "ImportanceSampling",
     "Loss",
     "LossInputs",
     "LossOutput",
+    "Normalize",
     "PolicyGradient",
     "loss_from",
+    "token_weight",
 ]
 
+Normalize: TypeAlias = Literal["token", "sequence", "prompt", "batch", "sum"]
 _LOG_RATIO_LIMIT = 20.0
 
 
@@ -76,26 +94,39 @@ class Loss(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CISPO:
+@dataclass(frozen=True, kw_only=True)
+class _NamedLoss(ABC):
+    """A loss that can be asked for by ``name``: every class that derives from this one directly."""
+
+    name: ClassVar[str]
+    needs_proximal: ClassVar[bool] = False
+    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl")
+
+    @abstractmethod
+    def per_token(self, inputs: LossInputs) -> LossOutput:
+        """The loss of each trained token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(_NamedLoss):
     """-sg(min(r, eps_max)) * A * logp (arXiv 2506.13585): a capped weight, and a gradient for every token."""
 
     eps_max: float = 6.0
-    needs_proximal: ClassVar[bool] = False
+    name: ClassVar[str] = "cispo"
     diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl", "clipped_frac")
 
     def __post_init__(self) -> None:
         _require_positive("loss.eps_max", self.eps_max)
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
-        """See ``Loss``."""
+        """(N,) losses; ``clipped_frac`` counts ratios above ``eps_max``."""
         ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs).detach()
         loss = -ratio.clamp(max=self.eps_max) * inputs.advantages * inputs.logprobs
-        return _output(loss, inputs, clipped=ratio > self.eps_max)
+        return _output(loss, inputs, clipped_frac=ratio > self.eps_max)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PPO:
+@dataclass(frozen=True, kw_only=True)
+class PPO(_NamedLoss):
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347), with the sampler's policy as the old one.
 
     For A < 0 the minimum does not bound a large ratio; the clamp of the log-ratio does, at e^20.
@@ -103,21 +134,21 @@ class PPO:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    needs_proximal: ClassVar[bool] = False
+    name: ClassVar[str] = "ppo"
     diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl", "clipped_frac")
 
     def __post_init__(self) -> None:
         _require_clip(self.clip_low, self.clip_high)
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
-        """See ``Loss``."""
+        """(N,) losses; ``clipped_frac`` counts tokens whose gradient the clip takes away."""
         ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs)
         loss, clipped = _clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
-        return _output(loss, inputs, clipped=clipped)
+        return _output(loss, inputs, clipped_frac=clipped)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoupledPPO:
+@dataclass(frozen=True, kw_only=True)
+class DecoupledPPO(_NamedLoss):
     """-w min(q A, clip(q, ..) A), q = exp(logp - p), w = min(exp(p - mu), cap) (arXiv 2110.00641, 2505.24298).
 
     ``p`` is the proximal log-probability, of the parameters at the step's start. Staleness goes into the capped
@@ -127,6 +158,7 @@ class DecoupledPPO:
     clip_low: float = 0.2
     clip_high: float = 0.2
     max_importance_weight: float = 5.0
+    name: ClassVar[str] = "decoupled_ppo"
     needs_proximal: ClassVar[bool] = True
     diagnostics: ClassVar[tuple[str, ...]] = (
         "ratio",
@@ -141,62 +173,55 @@ class DecoupledPPO:
         _require_positive("loss.max_importance_weight", self.max_importance_weight)
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
-        """See ``Loss``."""
+        """(N,) losses, and w with how often it was capped; ``ValueError`` without proximal log-probabilities."""
         if inputs.proximal_logprobs is None:
             raise ValueError("DecoupledPPO needs the proximal log-probabilities of the step")
         behaviour = _ratio(inputs.proximal_logprobs, inputs.sampled_logprobs)
         weight = behaviour.clamp(max=self.max_importance_weight)
         ratio = _ratio(inputs.logprobs, inputs.proximal_logprobs)
         surrogate, clipped = _clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
-        output = _output(weight * surrogate, inputs, clipped=clipped)
-        capped = (behaviour > self.max_importance_weight).float()
-        extra = {"behaviour_weight": weight, "behaviour_capped_frac": capped}
-        return LossOutput(loss=output.loss, diagnostics={**output.diagnostics, **extra})
+        return _output(
+            weight * surrogate,
+            inputs,
+            clipped_frac=clipped,
+            behaviour_weight=weight,
+            behaviour_capped_frac=behaviour > self.max_importance_weight,
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportanceSampling:
+@dataclass(frozen=True, kw_only=True)
+class ImportanceSampling(_NamedLoss):
     """-r A: unbiased and unbounded; use it with little staleness."""
 
-    needs_proximal: ClassVar[bool] = False
-    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl")
+    name: ClassVar[str] = "importance_sampling"
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
-        """See ``Loss``."""
+        """(N,) losses, whose gradient goes through the ratio."""
         ratio = _ratio(inputs.logprobs, inputs.sampled_logprobs)
         return _output(-ratio * inputs.advantages, inputs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyGradient:
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(_NamedLoss):
     """-A logp (REINFORCE): no correction for staleness at all."""
 
-    needs_proximal: ClassVar[bool] = False
-    diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl")
+    name: ClassVar[str] = "policy_gradient"
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
-        """See ``Loss``."""
+        """(N,) losses."""
         return _output(-inputs.advantages * inputs.logprobs, inputs)
 
 
-_BY_NAME: Mapping[str, type[CISPO | PPO | DecoupledPPO | ImportanceSampling | PolicyGradient]] = {
-    "cispo": CISPO,
-    "ppo": PPO,
-    "decoupled_ppo": DecoupledPPO,
-    "importance_sampling": ImportanceSampling,
-    "policy_gradient": PolicyGradient,
-}
-
-
-def loss_from(loss: str | Loss, /, **options: float) -> Loss:
+def loss_from(loss: str | Loss, **options: float) -> Loss:
     """A loss by name with its ``options``, or the object itself; ``ConfigError`` for an unknown name or option."""
     if not isinstance(loss, str):
         if options:
             raise ConfigError(f"loss options {sorted(options)} go into the loss object {loss!r}")
         return loss
-    if loss not in _BY_NAME:
-        raise ConfigError.for_unknown_key(loss, _BY_NAME, where="loss")
-    kind = _BY_NAME[loss]
+    kinds = {kind.name: kind for kind in _NamedLoss.__subclasses__()}
+    if loss not in kinds:
+        raise ConfigError.for_unknown_key(loss, kinds, where="loss")
+    kind = kinds[loss]
     known = [field.name for field in dataclasses.fields(kind)]
     for option, value in options.items():
         if option not in known:
@@ -204,6 +229,48 @@ def loss_from(loss: str | Loss, /, **options: float) -> Loss:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError.for_value(f"loss.{option}", value, "a number")
     return kind(**options)
+
+
+def token_weight(mode: Normalize, *, tokens: int, group_tokens: int) -> float:
+    """Weight of each trained token of a trajectory with ``tokens`` in a group with ``group_tokens``, both positive."""
+    if mode == "sequence":
+        return 1.0 / tokens
+    if mode == "prompt":
+        return 1.0 / group_tokens
+    return 1.0
+
+
+class Divisor:
+    """Owns the global part of the divisor while the groups of a step come in, in any order.
+
+    Example: groups with token counts (10, 30) and (20, 20) have the divisor 80 by token, 4 by sequence, 2 by prompt.
+    """
+
+    def __init__(self, mode: Normalize) -> None:
+        self._mode = mode
+        self.tokens = 0
+        """Trained tokens so far."""
+        self.trajectories = 0
+        """Trajectories with at least one."""
+        self._groups = 0
+
+    def add(self, tokens_G: Sequence[int]) -> None:
+        """Count a group by its members' trained tokens."""
+        self.tokens += sum(tokens_G)
+        self.trajectories += sum(tokens > 0 for tokens in tokens_G)
+        self._groups += any(tokens > 0 for tokens in tokens_G)
+
+    @property
+    def value(self) -> float:
+        """The divisor; at least 1, so that an empty batch divides nothing by zero."""
+        counts = {
+            "token": self.tokens,
+            "sequence": self.trajectories,
+            "batch": self.trajectories,
+            "prompt": self._groups,
+            "sum": 1,
+        }
+        return float(max(1, counts[self._mode]))
 
 
 def _ratio(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -218,13 +285,11 @@ def _clipped_surrogate(
     return -unclipped.minimum(clipped), clipped < unclipped
 
 
-def _output(loss: torch.Tensor, inputs: LossInputs, *, clipped: torch.Tensor | None = None) -> LossOutput:
+def _output(loss: torch.Tensor, inputs: LossInputs, **more: torch.Tensor) -> LossOutput:
     """``ratio``: r; ``kl``: the estimate r - 1 - log r of KL(sampler || learner), which is never negative."""
     ratio = _ratio(inputs.logprobs.detach(), inputs.sampled_logprobs)
-    diagnostics = {"ratio": ratio, "kl": ratio - 1 - ratio.log()}
-    if clipped is not None:
-        diagnostics["clipped_frac"] = clipped.detach().float()
-    return LossOutput(loss=loss, diagnostics=diagnostics)
+    diagnostics = {name: values.detach().float() for name, values in more.items()}
+    return LossOutput(loss=loss, diagnostics={"ratio": ratio, "kl": ratio - 1 - ratio.log(), **diagnostics})
 
 
 def _require_positive(key: str, value: float) -> None:

@@ -36,7 +36,7 @@ class Cosine:
             raise ConfigError.for_value("optimizer.floor", self.floor, "between 0 and 1")
 
     def __call__(self, n: int, steps: int) -> float:
-        """See ``LearningRateSchedule``."""
+        """The factor of batch ``n`` (from 0) of ``steps``; the last one's for any later batch."""
         if n < self.warmup:
             return (n + 1) / self.warmup
         progress = max(0, min(n, steps - 1) - self.warmup) / max(1, steps - self.warmup)

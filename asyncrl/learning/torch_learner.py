@@ -69,63 +69,63 @@ class TorchLearner:
 
     @property
     def model_path(self) -> Path:
-        """See ``Learner``."""
+        """Folder of the base model and its tokenizer."""
         return self._path
 
     @property
     def lora_rank(self) -> int | None:
-        """See ``Learner``."""
+        """Rank of the adapter, None if all weights are trained."""
         return None if self.lora is None else self.lora.r
 
     async def open(self) -> None:
-        """See ``Learner``. Importing torch and transformers takes up to tens of seconds on a small machine."""
+        """Load the model; importing torch and transformers takes up to tens of seconds on a small machine."""
         # A new one: that of an earlier run has ended with it.
         self._worker = Worker("asyncrl-learner")
         self._model = await self._worker.run(self._load)
 
     async def close(self) -> None:
-        """See ``Learner``."""
+        """Free the model and end the thread after its last call."""
         self._model = None
         self._worker.close()
 
     async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """See ``Learner``."""
+        """Keep the proximal log-probabilities of these sequences, of the parameters as they are now."""
         await self._worker.run(self._opened.prepare_step, sequences)
 
     async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
-        """See ``Learner``."""
+        """Add the gradient of ``sum(weight * per-token loss)``; what it sums over the trained tokens."""
         return await self._worker.run(self._opened.forward_backward, sequences, loss)
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
-        """See ``Learner``."""
+        """Divide the gradient by ``divisor``, clip, step, clear; ``NonFiniteError`` if its norm is not finite."""
         return await self._worker.run(self._opened.optimizer_step, settings, divisor)
 
     async def discard_gradients(self) -> None:
-        """See ``Learner``."""
+        """Forget what ``forward_backward`` accumulated."""
         await self._worker.run(self._opened.discard_gradients)
 
     async def save_state(self, directory: Path) -> None:
-        """See ``Learner``."""
+        """Write trained parameters and Adam's moments into the empty ``directory``."""
         await self._worker.run(self._opened.save_state, directory)
 
     async def load_state(self, directory: Path) -> None:
-        """See ``Learner``."""
+        """Set what ``save_state`` wrote; ``CheckpointError`` if it is damaged or of another model."""
         await self._worker.run(self._opened.load_state, directory)
 
     async def export(self, directory: Path) -> None:
-        """See ``Learner``."""
+        """Write an adapter folder, or the whole model with its tokenizer, into the empty ``directory``."""
         await self._worker.run(self._opened.export, directory)
 
     async def weights(self) -> Mapping[str, torch.Tensor]:
-        """See ``Learner``."""
+        """Copies of the current parameters on the device, by their names in exported files."""
         return await self._worker.run(self._opened.weights)
 
     async def adapter_config(self) -> Mapping[str, Any]:
-        """See ``Learner``. It never changes, so nothing that the worker does is waited for."""
+        """The content of ``adapter_config.json``; it never changes, so nothing that the worker does is waited for."""
         return self._opened.adapter_config()
 
     async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
-        """See ``Learner``."""
+        """(T - start,) log-probabilities of ``tokens[start:]``, logits / ``temperature``."""
         return await self._worker.run(self._opened.logprobs, tokens, start, temperature)
 
     def _load(self) -> TorchModel:

@@ -25,11 +25,10 @@ from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import Loss, LossInputs
-from asyncrl.learning.packing import micro_batches
 from asyncrl.learning.torch_state import load_state, save_state
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["TorchModel"]
+__all__ = ["TorchModel", "micro_batches"]
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -89,7 +88,7 @@ class TorchModel:
                     self._proximal[id(sequence)] = (sequence, part)
 
     def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
-        """See ``Learner``."""
+        """Add the gradient of ``sum(weight * per-token loss)``; sums over the trained tokens, detached."""
         sums: defaultdict[str, float] = defaultdict(float)
         tokens = 0
         for batch in self._batches(sequences):
@@ -112,7 +111,7 @@ class TorchModel:
         return ChunkResult(tokens=tokens, sums=dict(sums))
 
     def optimizer_step(self, settings: OptimizerSettings, divisor: float) -> Mapping[str, float]:
-        """See ``Learner``."""
+        """Divide the gradient by ``divisor``, clip, step and clear; ``NonFiniteError`` if its norm is not finite."""
         gradients = [master.grad for master in self._masters if master.grad is not None]
         for gradient in gradients:
             gradient.div_(divisor)
@@ -135,22 +134,22 @@ class TorchModel:
         return {"grad_norm": float(norm), "lr": settings.lr}
 
     def discard_gradients(self) -> None:
-        """See ``Learner``."""
+        """Forget the gradient and the proximal log-probabilities."""
         self._optimizer.zero_grad(set_to_none=True)
         self._proximal.clear()
 
     def save_state(self, directory: Path) -> None:
-        """See ``Learner``."""
+        """Write parameters and moments into ``directory``, see ``torch_state``."""
         save_state(self._named_masters(), self._optimizer, directory)
 
     def load_state(self, directory: Path) -> None:
-        """See ``Learner``."""
+        """Set what ``save_state`` wrote; ``CheckpointError`` if it is damaged or of another model."""
         load_state(self._named_masters(), self._optimizer, directory)
         self._follow_masters()
 
     @torch.no_grad()
     def export(self, directory: Path) -> None:
-        """See ``Learner``."""
+        """Write an adapter folder, or the whole model with its tokenizer, into ``directory``."""
         if self._lora is None:
             self._causal.save_pretrained(directory)
             for pattern in _TOKENIZER_FILES:
@@ -164,12 +163,12 @@ class TorchModel:
 
     @torch.no_grad()
     def weights(self) -> dict[str, torch.Tensor]:
-        """See ``Learner``."""
+        """Copies of the current parameters on the device, by their names in exported files."""
         tensors = _adapter_tensors(self._lora) if self._lora is not None else _file_tensors(self._causal)
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def adapter_config(self) -> dict[str, Any]:
-        """See ``Learner``. Plain scaling, which is all that SGLang reads."""
+        """The content of ``adapter_config.json``: plain scaling, which is all that SGLang reads."""
         config = self._lora.peft_config["default"]
         return {
             "peft_type": "LORA",
@@ -187,7 +186,7 @@ class TorchModel:
 
     @torch.no_grad()
     def logprobs(self, tokens: IntArray, start: int, temperature: float) -> FloatArray:
-        """See ``Learner``."""
+        """(T - start,) log-probabilities of ``tokens[start:]``, logits / ``temperature``."""
         mask = np.arange(len(tokens)) >= start
         sequence = TrainingSequence(
             tokens=tokens,
@@ -261,6 +260,23 @@ class TorchModel:
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def micro_batches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch: of similar length, at most ``max_tokens`` with padding.
+
+    A sequence that is longer than ``max_tokens`` gets a micro-batch of its own. Longest first, so that a batch that
+    does not fit into memory fails at once and not after minutes. Deterministic.
+    """
+    batches: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths_B)), key=lambda index: (-lengths_B[index], index)):
+        if batches and longest * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            longest = lengths_B[index]
+    return batches
 
 
 def _device(name: str) -> torch.device:

@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, GroupCentered, Rewards
 from asyncrl.learning.base import ChunkResult, TrainingSequence
-from asyncrl.learning.normalize import Divisor, Normalize, token_weight
+from asyncrl.learning.losses import Divisor, Normalize, token_weight
 from asyncrl.scheduling.rules import Truncation
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
 

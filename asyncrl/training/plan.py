@@ -8,8 +8,7 @@ from typing import Literal
 
 from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
-from asyncrl.learning.losses import Loss
-from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.losses import Loss, Normalize
 from asyncrl.learning.optimizer import Adam
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.trajectory import SamplingSettings

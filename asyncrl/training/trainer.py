@@ -13,8 +13,7 @@ from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.events import Events
 from asyncrl.learning.advantages import Advantage, GroupCentered
-from asyncrl.learning.losses import Loss, loss_from
-from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.losses import Loss, Normalize, loss_from
 from asyncrl.learning.optimizer import Adam
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import RolloutEngine
@@ -36,7 +35,7 @@ class AsyncTrainer:
 
     ``groups_per_step`` groups of ``group_size`` trajectories make a batch; each batch with a gradient makes a version.
     ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
-    ``loss``: "cispo", "ppo", "decoupled_ppo", "importance_sampling", "policy_gradient" or a loss object.
+    ``loss``: a loss object of ``asyncrl.learning.losses``, or its name, such as "cispo".
     ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
     ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and
     masks spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound

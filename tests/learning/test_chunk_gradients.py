@@ -12,8 +12,7 @@ import torch
 
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
 from asyncrl.learning.base import TrainingSequence
-from asyncrl.learning.losses import CISPO, DecoupledPPO, Loss
-from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.losses import CISPO, DecoupledPPO, Loss, Normalize
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.scheduling.rules import Truncation
 from asyncrl.training.assembly import StepAssembly

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learning.normalize import Divisor, Normalize, token_weight
+from asyncrl.learning.losses import Divisor, Normalize, token_weight
 
 GROUPS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), min_size=1, max_size=4)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learning.packing import micro_batches
+from asyncrl.learning.torch_model import micro_batches
 
 
 def test_similar_lengths_share_a_micro_batch() -> None:

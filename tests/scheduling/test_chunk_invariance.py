@@ -19,7 +19,7 @@ import asyncrl as rl
 from asyncrl.events import ChunkTrained, Event, Events
 from asyncrl.learning.advantages import Advantage
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
-from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.losses import Normalize
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import (
     END,

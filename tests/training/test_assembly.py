@@ -11,7 +11,7 @@ import pytest
 from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, Rewards
 from asyncrl.learning.base import ChunkResult, TrainingSequence
-from asyncrl.learning.normalize import Normalize
+from asyncrl.learning.losses import Normalize
 from asyncrl.scheduling.rules import Truncation
 from asyncrl.training.assembly import StepAssembly
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
