@@ -120,7 +120,8 @@ class Outcome:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from asyncrl.observe.sinks import read_results, write_run_file
+    from asyncrl.checkpoint.runfile import write_configuration
+    from asyncrl.observe.sinks import read_results
 
     started = time.monotonic()
     recipe = _load(arguments)
@@ -130,7 +131,7 @@ def _train(arguments: argparse.Namespace) -> None:
     earlier: list[Event] = []
     if arguments.resume is None:
         _make_directory(directory)
-        write_run_file(directory, recipe.tables)
+        write_configuration(directory, recipe.tables)
     else:
         earlier = list(read_results(directory))
 

@@ -29,7 +29,7 @@ LAYERS = [
     ["plain"],
     ["errors"],
     ["types", "files", "concurrency"],
-    ["seals", "events"],
+    ["events"],
     ["scheduling", "learning", "sampling"],
     ["servers", "publishing"],
     ["rollout"],

@@ -5,13 +5,13 @@ were trained, so that repeating the step gives the same parameters to the last b
 so that none of them is trained again. It also has what else freed the barrier before the step: the groups that were
 given up, and those that began anew. Without these an older snapshot would bring back samples that are too old by now.
 A step without gradient has an entry too. Files are safetensors: arrays over all sequences, one after the other, and the
-rest as JSON in the header; the last array is the checksum (``seals.py``).
+rest as JSON in the header; the last array is the checksum (``files.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,24 @@ import numpy as np
 import orjson
 import safetensors.numpy
 
+from asyncrl.checkpoint.state import Consumed, JournalEntry, Renewed
 from asyncrl.errors import CheckpointError
-from asyncrl.files import discard, draft, drafted, numbered, settle, sync
+from asyncrl.files import (
+    DIGITS,
+    damaged,
+    discard,
+    draft,
+    drafted,
+    numbered,
+    require_own,
+    sealed,
+    settle,
+    sync,
+    unsealed,
+)
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
-from asyncrl.seals import DIGITS, damaged, require_own, sealed, unsealed
 
-__all__ = ["Consumed", "Journal", "JournalEntry", "Renewed", "read_renewed"]
+__all__ = ["Journal"]
 
 _FORMAT = "2"
 _NUMBERS = ("advantage", "weight", "temperature")
@@ -37,65 +49,6 @@ _HEAD = (
     *("n", "version", "admitted", "dropped", "trained_members", "dropped_members"),
     *("failed_attempts", "rerolled", "run", "loss", "divisor"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
-    """A group, or those ``members`` of it that were in a batch; ``final`` if none of it follows."""
-
-    group: int
-    members: tuple[int, ...]
-    final: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
-    """An outstanding group that began anew, at that moment: nothing that it had sampled before is left."""
-
-    group: int
-    number: int
-    """How often it has begun anew, this time included."""
-    rerolls: int
-    """How often of these because a member failed."""
-    attempts: tuple[tuple[int, int], ...]
-    """Member and its attempts before this start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JournalEntry:
-    """What trainer step ``n`` was made from."""
-
-    n: int
-    version: int
-    """Committed before it."""
-    admitted: int
-    """Groups admitted by then."""
-    consumed: tuple[Consumed, ...]
-    dropped: tuple[tuple[int, str], ...] = ()
-    """Groups that were given up since the step before, and their ``DropReason``."""
-    renewed: tuple[Renewed, ...] = ()
-    """The newest new start of each outstanding group that had one, however long ago."""
-    trained_members: int = 0
-    dropped_members: Mapping[str, int] = field(default_factory=dict)
-    """``DropReason`` -> the other members of the batch."""
-    failed_attempts: int = 0
-    """Of members, since the run began."""
-    rerolled: int = 0
-    """Fresh starts of groups, since the run began."""
-    run: str = ""
-    """Which run it is of: directories of the same options are not the same run."""
-    loss: str = ""
-    """Its name and options, for a reader: a resumed run has the same one."""
-    divisor: float = 1.0
-    settings: OptimizerSettings | None = None
-    """None if no step of the optimizer was taken, and no version made."""
-    chunks: Sequence[Sequence[TrainingSequence]] = ()
-    """The forward-backward passes."""
-
-    @property
-    def version_after(self) -> int:
-        """Committed after it."""
-        return self.version + (self.settings is not None)
 
 
 class Journal:
@@ -198,7 +151,7 @@ def _decode(data: bytes, *, sequences: bool) -> JournalEntry:
     consumed = tuple(
         Consumed(group=one["group"], members=tuple(one["members"]), final=one["final"]) for one in head.pop("consumed")
     )
-    renewed = tuple(read_renewed(one) for one in head.pop("renewed", ()))
+    renewed = tuple(Renewed.read(one) for one in head.pop("renewed", ()))
     settings = head.pop("settings")
     every = [] if arrays is None else list(_sequences(arrays))
     ends = np.cumsum([0, *sizes]).tolist()
@@ -210,11 +163,6 @@ def _decode(data: bytes, *, sequences: bool) -> JournalEntry:
         settings=None if settings is None else OptimizerSettings(**settings),
         chunks=chunks,
     )
-
-
-def read_renewed(value: Mapping[str, Any]) -> Renewed:
-    """From its JSON."""
-    return Renewed(**{**value, "attempts": tuple((member, count) for member, count in value["attempts"])})
 
 
 def _sequences(arrays: dict[str, np.ndarray[Any, Any]]) -> Iterator[TrainingSequence]:

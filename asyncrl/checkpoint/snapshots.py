@@ -1,8 +1,8 @@
 """Snapshots: what is outstanding, saved while the run goes on. The newest two are kept.
 
-A snapshot is a file of JSON lines that name the places of their token data (``tokens.py``): a header, a line for each
-outstanding group, and an end with the checksum (``seals.py``). Encoding goes group by group, so that the thread that
-does it never holds the interpreter for long.
+A snapshot is a file of JSON lines that name the places of their token data (``trajectories.py``): a header, a line for
+each outstanding group, and an end with the checksum (``files.py``). Encoding goes group by group, so that the thread
+that does it never holds the interpreter for long.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from typing import Any
 
 import orjson
 
-from asyncrl.checkpoint.journal import read_renewed
-from asyncrl.checkpoint.state import GroupState, RunState
-from asyncrl.checkpoint.tokens import Place, TokenReader, TokenStore
-from asyncrl.checkpoint.values import dumps, loads, read_trajectory, trajectory_head
+from asyncrl.checkpoint.state import GroupState, Renewed, RunState
+from asyncrl.checkpoint.trajectories import (
+    Place,
+    TokenReader,
+    TokenStore,
+    dumps,
+    loads,
+    read_trajectory,
+    trajectory_head,
+)
 from asyncrl.errors import CheckpointError, EnvironmentFailure
-from asyncrl.files import discard, draft, numbered, settle
+from asyncrl.files import LINES_END, damaged, discard, numbered, require_own, sealed, unsealed, write
 from asyncrl.plain import error_text
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
-from asyncrl.seals import LINES_END, damaged, require_own, sealed, unsealed
 from asyncrl.types import Group, Row, Trajectory
 
 __all__ = ["Snapshots"]
@@ -65,7 +70,7 @@ class Snapshots:
         except BaseException:
             self._tokens.abandon()
             raise
-        settle(draft(path, sealed(lines, LINES_END)), path)
+        write(path, sealed(lines, LINES_END))
         self._kept.append((self._next, state.n, shards))
         self._next += 1
         self._kept = self._kept[-_KEPT:]
@@ -174,7 +179,7 @@ class _Reader:
                 for part in value["parts"]
             ],
             progress=None if progress is None else self._progress(progress, row),
-            renewed=None if renewed is None else read_renewed(renewed),
+            renewed=None if renewed is None else Renewed.read(renewed),
         )
 
     def _progress(self, value: Mapping[str, Any], row: Row) -> GroupProgress:

@@ -7,15 +7,81 @@ after it give the state at the last commit; ``RunState.apply`` is the rule.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from asyncrl.checkpoint.journal import JournalEntry, Renewed
 from asyncrl.errors import CheckpointError
+from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
 from asyncrl.types import Group, Trajectory
 
-__all__ = ["GroupState", "RunState", "started_anew"]
+__all__ = ["Consumed", "GroupState", "JournalEntry", "Renewed", "RunState", "started_anew"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """A group, or those ``members`` of it that were in a batch; ``final`` if none of it follows."""
+
+    group: int
+    members: tuple[int, ...]
+    final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """An outstanding group that began anew, at that moment: nothing that it had sampled before is left."""
+
+    group: int
+    number: int
+    """How often it has begun anew, this time included."""
+    rerolls: int
+    """How often of these because a member failed."""
+    attempts: tuple[tuple[int, int], ...]
+    """Member and its attempts before this start."""
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> Renewed:
+        """From its JSON."""
+        return cls(**{**value, "attempts": tuple((member, count) for member, count in value["attempts"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JournalEntry:
+    """What trainer step ``n`` was made from."""
+
+    n: int
+    version: int
+    """Committed before it."""
+    admitted: int
+    """Groups admitted by then."""
+    consumed: tuple[Consumed, ...]
+    dropped: tuple[tuple[int, str], ...] = ()
+    """Groups that were given up since the step before, and their ``DropReason``."""
+    renewed: tuple[Renewed, ...] = ()
+    """The newest new start of each outstanding group that had one, however long ago."""
+    trained_members: int = 0
+    dropped_members: Mapping[str, int] = field(default_factory=dict)
+    """``DropReason`` -> the other members of the batch."""
+    failed_attempts: int = 0
+    """Of members, since the run began."""
+    rerolled: int = 0
+    """Fresh starts of groups, since the run began."""
+    run: str = ""
+    """Which run it is of: directories of the same options are not the same run."""
+    loss: str = ""
+    """Its name and options, for a reader: a resumed run has the same one."""
+    divisor: float = 1.0
+    settings: OptimizerSettings | None = None
+    """None if no step of the optimizer was taken, and no version made."""
+    chunks: Sequence[Sequence[TrainingSequence]] = ()
+    """The forward-backward passes."""
+
+    @property
+    def version_after(self) -> int:
+        """Committed after it."""
+        return self.version + (self.settings is not None)
 
 
 def started_anew(group: int, before: Renewed | None, progress: GroupProgress) -> Renewed:

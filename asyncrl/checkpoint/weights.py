@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
-from asyncrl.files import drafted, emptied, numbered, remove, settle
+from asyncrl.files import check_folder, drafted, emptied, numbered, remove, require_own, seal_folder, settle
 from asyncrl.learning.base import Learner
-from asyncrl.seals import check_folder, require_own, seal_folder
 
 __all__ = ["SavedWeights"]
 

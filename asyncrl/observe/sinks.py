@@ -1,4 +1,4 @@
-"""The files of a run that other programs read: ``events.jsonl``, ``metrics.jsonl`` and ``run.json``.
+"""The files of a run that other programs read: ``events.jsonl`` and ``metrics.jsonl``.
 
 Each event is one line ``{"event": "step_finished", ..}``; each trainer step is also one line of metrics. Encoding and
 writing happen in a worker thread. The event loop only hands events over, through a bounded stream: if the disk cannot
@@ -11,12 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import platform
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,12 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished
 from asyncrl.files import reading
-from asyncrl.seals import write_json
 
-__all__ = ["EventFiles", "encode_event", "event_name", "read_results", "told_step", "write_events", "write_run_file"]
+__all__ = ["EventFiles", "encode_event", "event_name", "read_results", "told_step", "write_events"]
 
 _PENDING_EVENTS = 65_536
 # About a minute of a run with a thousand requests a second: a disk that is slower than that is not coming back.
 _BLOCK_BYTES = 65_536
-_LIBRARIES = ("asyncrl", "torch", "transformers", "peft", "anyio", "httpx")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
@@ -187,14 +182,3 @@ def _append(pending: Sequence[Event], directory: Path) -> None:
 def _encode_metrics(step: StepFinished) -> bytes:
     line = {"n": step.n, "model_step": step.model_step, "time": step.time, **step.metrics}
     return orjson.dumps(line, default=str, option=_OPTIONS)
-
-
-def write_run_file(directory: Path, configuration: Mapping[str, object]) -> None:
-    """Write ``run.json``: the configuration, when the run started and with which versions. Atomic."""
-    content = {
-        "configuration": configuration,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
-    }
-    write_json(directory / "run.json", content)

@@ -14,10 +14,11 @@ import anyio.to_thread
 from asyncrl.concurrency.endings import Endings
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
+from asyncrl.files import locked
 from asyncrl.learning.base import Learner, model_vocab_size
 from asyncrl.publishing.base import BUCKET_BYTES, Publisher
 from asyncrl.publishing.full import check_pause_mode
-from asyncrl.publishing.home import owned, run_of
+from asyncrl.publishing.home import run_of
 from asyncrl.publishing.methods import Home, Publication, PublicationOptions, make_publisher
 from asyncrl.sampling.backend import SamplingBackend, as_backend
 from asyncrl.sampling.base import Sampler
@@ -153,7 +154,8 @@ class Policy:
             temporary = tempfile.TemporaryDirectory(prefix="asyncrl-")
             stack.callback(temporary.cleanup)
         else:
-            stack.enter_context(owned(directory))
+            # Servers read its folders by name: another run in it would give its weights to our servers.
+            stack.enter_context(locked(directory, "policy.directory"))
         return Home(
             directory=Path(temporary.name) if directory is None else directory,
             is_temporary=directory is None,

@@ -18,11 +18,10 @@ import numpy as np
 import orjson
 
 from asyncrl.errors import CheckpointError
-from asyncrl.files import emptied, flush, remove, settle
+from asyncrl.files import check_folder, emptied, flush, remove, seal_folder, settle
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.control import ServerControl
-from asyncrl.seals import check_folder, seal_folder
 from asyncrl.types import FloatArray
 
 __all__ = ["Copies", "Folders", "StagedVersion", "Staging", "Store"]
@@ -62,7 +61,7 @@ class Folders:
     """Owns ``directory`` with one immutable folder for each version, ``v000012``. No file work on the event loop.
 
     ``own``: what an earlier process has left there is this run's, and is removed unless it is adopted.
-    ``sealed``: folders tell when they are damaged (``seals.py``), without which none is adopted. It takes a quarter of
+    ``sealed``: folders tell when they are damaged (``files.py``), without which none is adopted. It takes a quarter of
     a second for each gigabyte.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from asyncrl.checkpoint.fingerprint import described, rows_digest
+from asyncrl.checkpoint.runfile import described, rows_digest
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.training.plan import TrainingPlan
 from asyncrl.types import Row

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from asyncrl.checkpoint.journal import Consumed, JournalEntry, Renewed
-from asyncrl.checkpoint.state import GroupState, RunState, started_anew
-from asyncrl.checkpoint.values import frozen
+from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, Renewed, RunState, started_anew
+from asyncrl.checkpoint.trajectories import frozen
 from asyncrl.events import GroupConsumed
 from asyncrl.learning.base import OptimizerSettings
 from asyncrl.learning.losses import Loss

@@ -21,21 +21,20 @@ import anyio.lowlevel
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from asyncrl.checkpoint.journal import Journal, JournalEntry
+from asyncrl.checkpoint.journal import Journal
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.checkpoint.runfile import RunFile
 from asyncrl.checkpoint.snapshots import Snapshots
-from asyncrl.checkpoint.state import RunState
+from asyncrl.checkpoint.state import JournalEntry, RunState
 from asyncrl.checkpoint.weights import SavedWeights
 from asyncrl.concurrency.endings import Endings, WhenBegun, note, noted
-from asyncrl.errors import CheckpointError, ConfigError, LearnerError
+from asyncrl.errors import CheckpointError, LearnerError
 from asyncrl.events import Events, MemberResumed, Notice
-from asyncrl.files import locked, reading, sweep
+from asyncrl.files import locked, read_json, reading, sweep, write_json
 from asyncrl.learning.base import Learner, TrainingSequence
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import told_step
 from asyncrl.publishing.policy import OpenPolicy
-from asyncrl.seals import read_json, write_json
 from asyncrl.training.plan import TrainingPlan
 from asyncrl.training.resume import ResumeCounts, begin_late_anew, find_versions, renew_unsampled, require_versions
 from asyncrl.types import Row
@@ -90,12 +89,11 @@ class RunSaver:
     ) -> AsyncGenerator[None, None]:
         """Lock the directory and read what is in it. ``row(index)`` is that of a group.
 
-        ``plan()`` says what the run is (``fingerprint.py``; it is called in a thread); ``ConfigError`` if the state in
+        ``plan()`` says what the run is (``runfile.py``; it is called in a thread); ``ConfigError`` if the state in
         the directory is of another run, or if another process uses it.
         """
         async with self._exit as stack:
-            lock = locked(self._directory)
-            await self._off_loop(self._make)
+            lock = locked(self._directory, "checkpointing.run_dir")
             await self._off_loop(lock.__enter__)
             stack.callback(lock.__exit__, None, None, None)
             await self._off_loop(lambda: self._read(plan(), row, steps))
@@ -249,15 +247,6 @@ class RunSaver:
         while True:
             await anyio.sleep(self._options.rollout_every)
             await self._off_loop(partial(self._save, capture()))
-
-    def _make(self) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            found = str(self._directory)
-            raise ConfigError.for_value(
-                "checkpointing.run_dir", found, f"a folder that can be made: {error}"
-            ) from error
 
     def _read(self, plan: Mapping[str, Any], row: Callable[[int], Row], steps: int) -> None:
         folders = [self._directory / name for name in _FOLDERS]

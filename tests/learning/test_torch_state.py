@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry
+from asyncrl.checkpoint.journal import Journal
+from asyncrl.checkpoint.state import Consumed, JournalEntry
 from asyncrl.checkpoint.weights import SavedWeights
 from asyncrl.errors import CheckpointError
 from asyncrl.learning.lora import LoraConfig

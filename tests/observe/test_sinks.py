@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.events import Event, Events, GroupAdmitted, Notice, StepFinished
 from asyncrl.observe import sinks
-from asyncrl.observe.sinks import encode_event, event_name, write_events, write_run_file
+from asyncrl.observe.sinks import encode_event, event_name, write_events
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -117,12 +117,3 @@ async def test_writing_happens_off_the_event_loop(tmp_path: Path, monkeypatch: p
         events.emit(GroupAdmitted(time=0.0, group=1))
     assert threads
     assert threading.get_ident() not in threads
-
-
-def test_the_run_file_has_the_configuration_and_the_versions(tmp_path: Path) -> None:
-    """What a person needs to repeat the run; no half-written file is left."""
-    write_run_file(tmp_path, {"trainer": {"steps": 3}})
-    content = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
-    assert content["configuration"] == {"trainer": {"steps": 3}}
-    assert content["libraries"].keys() >= {"asyncrl", "torch", "transformers"}
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]

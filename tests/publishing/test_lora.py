@@ -14,12 +14,12 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProbeMismatch, PublicationError, StalenessError
 from asyncrl.events import Event, Notice
+from asyncrl.files import seal_folder
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
-from asyncrl.seals import seal_folder
 from asyncrl.testing.server import Fault, ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner, theta_logprobs, write_theta
 from asyncrl.types import Segment

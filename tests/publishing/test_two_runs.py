@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError, ServerUnavailable, WeightsOverwritten
+from asyncrl.files import locked
 from asyncrl.publishing.carriers import DiskCarrier
 from asyncrl.publishing.full import FullPublisher
-from asyncrl.publishing.home import owned, run_of
+from asyncrl.publishing.home import run_of
 from asyncrl.publishing.lora import DiskAdapters, LoraPublisher
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.rolling import RollingPublisher
@@ -233,7 +234,8 @@ def test_a_run_keeps_its_name_where_it_is_resumed(tmp_path: Path) -> None:
 
 def test_a_folder_of_versions_has_one_run_at_a_time(tmp_path: Path) -> None:
     """Servers read it by name, and would get the weights of the other."""
-    with owned(tmp_path), pytest.raises(ConfigError, match=r"policy\.directory"), owned(tmp_path):
+    option = "policy.directory"
+    with locked(tmp_path, option), pytest.raises(ConfigError, match=r"policy\.directory"), locked(tmp_path, option):
         pass
-    with owned(tmp_path):
+    with locked(tmp_path, option):
         pass

@@ -14,7 +14,8 @@ from typing import Any
 import anyio
 
 import asyncrl as rl
-from asyncrl.checkpoint.journal import Journal, JournalEntry
+from asyncrl.checkpoint.journal import Journal
+from asyncrl.checkpoint.state import JournalEntry
 from asyncrl.events import Event, Events
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ScriptedLearner, ScriptedPublisher, ScriptedSampler, run_virtual, scripted_policy

@@ -19,8 +19,8 @@ import pytest
 
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.events import Notice, StepFinished
+from asyncrl.files import read_json, write_json
 from asyncrl.observe.sinks import encode_event
-from asyncrl.seals import read_json, write_json
 from tests.resume.runs import Life, Plan, consumed_rows, entries
 
 # Without weights but the first ones, so that all of the journal is needed and is there; with newer ones; and with full

@@ -12,12 +12,12 @@ import numpy as np
 import orjson
 import pytest
 
-from asyncrl.checkpoint import tokens as store
-from asyncrl.checkpoint.fingerprint import rows_digest
-from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry
+from asyncrl.checkpoint import trajectories as store
+from asyncrl.checkpoint.journal import Journal
+from asyncrl.checkpoint.runfile import rows_digest, write_configuration
 from asyncrl.checkpoint.snapshots import Snapshots
-from asyncrl.checkpoint.state import GroupState, RunState
-from asyncrl.checkpoint.values import frozen, read_trajectory
+from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, RunState
+from asyncrl.checkpoint.trajectories import frozen, read_trajectory
 from asyncrl.errors import CheckpointError
 from asyncrl.events import EvaluationFinished, Events, Notice, StepFinished
 from asyncrl.learning.base import TrainingSequence
@@ -408,3 +408,12 @@ async def test_a_folder_in_the_place_of_results_is_named(tmp_path: Path, name: s
     with pytest.raises(CheckpointError, match=name):
         async with write_events(tmp_path, Events()):
             raise AssertionError("not begun")
+
+
+def test_the_run_file_has_the_configuration_and_the_versions(tmp_path: Path) -> None:
+    """What a person needs to repeat the run; no half-written file is left."""
+    write_configuration(tmp_path, {"trainer": {"steps": 3}})
+    content = orjson.loads((tmp_path / "run.json").read_bytes())
+    assert content["configuration"] == {"trainer": {"steps": 3}}
+    assert content["libraries"].keys() >= {"asyncrl", "torch", "transformers"}
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncrl as rl
-from asyncrl.checkpoint.journal import Consumed, Journal, JournalEntry, Renewed
-from asyncrl.checkpoint.state import GroupState, RunState
+from asyncrl.checkpoint.journal import Journal
+from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, Renewed, RunState
 from asyncrl.events import Event, GroupRerolled, Notice, StepFinished
 from asyncrl.rollout.env import env_factory
 from asyncrl.rollout.progress import GroupProgress
