@@ -177,7 +177,7 @@ def answers(record: Record, killed: float, restarted: float, *, phase: int) -> l
     back = record.returned_in
     after = None if back is None else record.rate(back + SLACK_STEPS, len(record.ends))
     back_s = record.seconds_to("server_returned", restarted)
-    lost = len(record.ends) * load_recipe(RECIPE).trainer.groups_per_step - len(record.trained)
+    lost = len(record.ends) * int(load_recipe(RECIPE).trainer["groups_per_step"]) - len(record.trained)
     twice = sum(count - 1 for count in record.trained.values())
     wrong = int(record.oldest > STALENESS or record.newest < 0)
     out_s = record.seconds_to("server_quarantined", killed)
