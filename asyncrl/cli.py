@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio.abc import TaskStatus
 
 from asyncrl.concurrency.endings import first_error, kept
+from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished, VersionPublished
 from asyncrl.observe.pipes import lasting_streams
@@ -268,27 +268,19 @@ def _make_directory(directory: Path) -> None:
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> bool:
     """Await ``work()``; the first SIGINT or SIGTERM cancels it and makes this True, the second exits the process."""
-    async with anyio.create_task_group() as tasks:
-        scope = anyio.CancelScope()
-        await tasks.start(_cancel_on_signal, scope)
-        with scope:
-            await work()
-        tasks.cancel_scope.cancel()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    async with cancelled_by(signals, on_first=_say_that_it_stops, on_second=_show_cursor) as scope:
+        await work()
     return scope.cancelled_caught
 
 
-async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for number in signals:
-            if scope.cancel_called:
-                # At once: without waiting for a step that may be stuck. A server of ours ends with its pipe to us.
-                if sys.stderr.isatty():
-                    sys.stderr.write(_SHOW_CURSOR)
-                    sys.stderr.flush()
-                os._exit(128 + number)
-            _say(f"{number.name}: stopping, which takes at most a minute; a second signal exits at once")
-            scope.cancel()
+def _say_that_it_stops(number: signal.Signals) -> None:
+    _say(f"{number.name}: stopping, which takes at most a minute; a second signal exits at once")
+
+
+def _show_cursor() -> None:
+    if sys.stderr.isatty():
+        print(_SHOW_CURSOR, end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

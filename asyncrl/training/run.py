@@ -109,7 +109,7 @@ class TrainingRun:
             end.callback(self.events.subscribe(self.recorder.observe, kinds=COUNTED))
             end.callback(self.events.subscribe(self.watchdog.observe, kinds=WATCHED))
             end.callback(self.ledger.close)
-            end.push_async_callback(self.saver.save_at_end, self.record.state, self.events)
+            end.push_async_callback(self.saver.save_at_end, self.record.state)
             with staged, versions, settled_heap(), self.first_error.raised():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(WhenBegun, self._publish, versions)

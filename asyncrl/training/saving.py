@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -27,8 +28,9 @@ from asyncrl.checkpoint.runfile import RunFile
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import JournalEntry, RunState
 from asyncrl.checkpoint.weights import SavedWeights
-from asyncrl.concurrency.endings import Endings, WhenBegun, note, noted
-from asyncrl.errors import CheckpointError, LearnerError
+from asyncrl.concurrency.endings import Endings, WhenBegun, kept, note, noted
+from asyncrl.concurrency.signals import cancelled_by
+from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.events import Events, MemberResumed, Notice
 from asyncrl.files import locked, read_json, reading, sweep, write_json
 from asyncrl.learning.base import Learner, TrainingSequence
@@ -50,19 +52,18 @@ _GRACE_S = 30.0
 class RunSaver:
     """Owns ``options.directory``. Enter ``opened`` first; then ``state`` is where the run goes on."""
 
-    def __init__(self, options: Checkpointing) -> None:
+    def __init__(self, options: Checkpointing, events: Events) -> None:
         self.state = RunState()
         """As it was found; empty for a new run."""
         self.evaluated = -1
         """The newest step after which the policy was measured; -1 if it never was."""
-        self.signals: Sequence[signal.Signals] = options.signals
-        """What stops the run in order."""
         self.versions_in: Path | None = options.directory / "adapters"
         """For published versions: those that trajectories keep have to be there when the run is resumed."""
         self._counts = ResumeCounts()
         self._chunks: list[Sequence[TrainingSequence]] = []
         # Forward-backward passes of the step under way.
         self._options = options
+        self._events = events
         self._directory = options.directory
         self._file = RunFile(self._directory)
         self._journal = Journal(self._directory / "journal", self._directory / "refused")
@@ -87,12 +88,16 @@ class RunSaver:
     async def opened(
         self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
     ) -> AsyncGenerator[None, None]:
-        """Lock the directory and read what is in it. ``row(index)`` is that of a group.
+        """Lock the directory and read what is in it; signals cancel the block. ``row(index)`` is that of a group.
 
         ``plan()`` says what the run is (``runfile.py``; it is called in a thread); ``ConfigError`` if the state in
-        the directory is of another run, or if another process uses it.
+        the directory is of another run, if another process uses it, or in a thread that no signal reaches.
         """
-        async with self._exit as stack:
+        signals = self._options.signals
+        if signals and threading.current_thread() is not threading.main_thread():
+            allowed = "() outside of the main thread, which is the only one that gets signals: run there, or stop by"
+            raise ConfigError.for_value("checkpointing.on_signal", self._options.on_signal, f"{allowed} cancelling")
+        async with kept(cancelled_by(signals, on_first=self._say_that_it_stops)), self._exit as stack:
             lock = locked(self._directory, "checkpointing.run_dir")
             await self._off_loop(lock.__enter__)
             stack.callback(lock.__exit__, None, None, None)
@@ -100,13 +105,12 @@ class RunSaver:
             stack.callback(self._snapshots.close)
             yield
 
-    async def restore(self, plan: TrainingPlan, events: Events, steps: int, policy: OpenPolicy) -> int:
+    async def restore(self, plan: TrainingPlan, steps: int, policy: OpenPolicy) -> int:
         """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
-        self._exit.callback(events.subscribe(self._counts.observe, kinds=(MemberResumed,)))
+        self._exit.callback(self._events.subscribe(self._counts.observe, kinds=(MemberResumed,)))
         version = await self._restore_learner(policy.learner, plan.loss)
         for name, error in self._passed_over():
-            keys = {"reason": str(error)}
-            events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys=keys))
+            self._notice(name, {"reason": str(error)})
         if self._steps_before is None:
             return version
         require_versions(self.state)
@@ -114,10 +118,9 @@ class RunSaver:
         if plan.stale_rule.bounded:
             for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
                 self._counts.groups_begun_anew += 1
-                now = anyio.current_time()
-                events.emit(Notice(time=now, name="group_begun_anew", level="warning", keys=late))
+                self._notice("group_begun_anew", late)
         pins = plan.sampling_policy == "trajectory"
-        await find_versions(self.state, policy.publisher, pins=pins, events=events)
+        await find_versions(self.state, policy.publisher, pins=pins, events=self._events)
         renew_unsampled(self.state)  # of versions that nobody can load again
         resumed: dict[str, object] = {
             "directory": str(self._directory),
@@ -126,12 +129,11 @@ class RunSaver:
             "groups": len(self.state.groups),
             "replayed": self._counts.steps_replayed,
         }
-        events.emit(Notice(time=anyio.current_time(), name="resumed", keys=resumed))
+        self._notice("resumed", resumed, level="info")
         if plan.optimizer.schedule is not None and steps != self._steps_before and self.state.n < steps:
             before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self._steps_before, steps))
             changed = {"steps": steps, "steps_before": self._steps_before, "lr": now, "lr_before": before}
-            notice = Notice(time=anyio.current_time(), name="schedule_stretched", level="warning", keys=changed)
-            events.emit(notice)
+            self._notice("schedule_stretched", changed)
         return version
 
     async def _restore_learner(self, learner: Learner, loss: Loss) -> int:
@@ -222,7 +224,7 @@ class RunSaver:
         """Save what is being sampled every now and then, in ``tasks``, until they are cancelled."""
         tasks.start_soon(WhenBegun, self._save_regularly, capture)
 
-    async def save_at_end(self, capture: Callable[[], RunState], events: Events) -> None:
+    async def save_at_end(self, capture: Callable[[], RunState]) -> None:
         """Save once more, however the run ends. It must not hide how: a save that fails is a notice."""
         reason = f"it took longer than {_GRACE_S:g} s"
         try:
@@ -232,7 +234,7 @@ class RunSaver:
         except OSError as error:
             reason = str(error)
         keys = {"directory": str(self._directory), "reason": reason}
-        events.emit(Notice(time=anyio.current_time(), name="state_not_saved", level="error", keys=keys))
+        self._notice("state_not_saved", keys, level="error")
 
     def metrics(self) -> Mapping[str, float]:
         """What was done again because the run was resumed."""
@@ -242,6 +244,12 @@ class RunSaver:
         """The policy after step ``n`` was measured, and need not be again."""
         self.evaluated = n
         await self._off_loop(lambda: write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+
+    def _notice(self, name: str, keys: Mapping[str, object], *, level: str = "warning") -> None:
+        self._events.emit(Notice(time=anyio.current_time(), name=name, level=level, keys=keys))
+
+    def _say_that_it_stops(self, number: signal.Signals) -> None:
+        self._notice("stopping", {"signal": number.name}, level="info")
 
     async def _save_regularly(self, capture: Callable[[], RunState]) -> None:
         while True:
@@ -321,7 +329,6 @@ class NothingSaved:
     resumable = False
     evaluated = -1
     versions_in: Path | None = None
-    signals: Sequence[signal.Signals] = ()
 
     def __init__(self) -> None:
         self.state = RunState()
@@ -333,7 +340,7 @@ class NothingSaved:
         """There is nothing to open."""
         return nullcontext()
 
-    async def restore(self, plan: TrainingPlan, events: Events, steps: int, policy: OpenPolicy) -> int:
+    async def restore(self, plan: TrainingPlan, steps: int, policy: OpenPolicy) -> int:
         """The policy is as it was opened: version 0."""
         return 0
 
@@ -350,7 +357,7 @@ class NothingSaved:
     def save_regularly(self, tasks: TaskGroup, capture: Callable[[], RunState]) -> None:
         """Does nothing."""
 
-    async def save_at_end(self, capture: Callable[[], RunState], events: Events) -> None:
+    async def save_at_end(self, capture: Callable[[], RunState]) -> None:
         """Does nothing."""
 
     async def note_evaluated(self, n: int) -> None:
