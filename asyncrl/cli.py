@@ -206,7 +206,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
         steps=recipe.steps,
         lora_rank=None if lora is None else lora.r,
     )
-    run_simulation(run, read_options(vars(arguments), run), _say)
+    run_simulation(run, read_options(vars(arguments), run.name), _say)
 
 
 def _render(arguments: argparse.Namespace) -> None:

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.grid import Admits, Point, RunOptions, default_grid
+from asyncrl.simulation.grid import Admits, Point, RunOptions, default_grid, given_grid
 from asyncrl.simulation.options import SimulationOptions
 from asyncrl.simulation.recorded import Recording, read_run
 from asyncrl.simulation.report import as_json, describe, print_table, rate
 from asyncrl.simulation.simulate import Outcome, Simulation, total_steps
-from asyncrl.simulation.steady import steps_per_hour
-from asyncrl.simulation.synthetic import make_workload
-from asyncrl.simulation.workload import Workload
+from asyncrl.simulation.workload import Workload, make_workload, steps_per_hour
 
 __all__ = ["default_steps", "run_simulation"]
 
@@ -33,7 +31,7 @@ def run_simulation(run: RunOptions, options: SimulationOptions, say: Callable[[s
 
     Raises ``ConfigError`` for a run that cannot be read or a recipe that is refused, before anything is simulated.
     """
-    points = options.axes.points(run) if options.axes.given else default_grid(run)
+    points = given_grid(run, options.axes) if options.axes else default_grid(run)
     recording = None if options.run_directory is None else read_run(options.run_directory)
     workload = (
         make_workload(run, options.durations, groups=_GROUPS, seed=options.seed)

@@ -2,7 +2,7 @@
 
 A cost is linear with coefficients that are not negative: nothing becomes quicker by having more to do, and a fit to a
 run with little variety does not invent it. What the line leaves unexplained is kept as ratios measured / predicted,
-which are drawn from a ``Deck``, so that simulated times have the measured spread and tail.
+which are drawn from a ``ShuffledRatios``, so that simulated times have the measured spread and tail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Cost", "Deck", "InFlight", "LoadModel", "fit_cost", "fit_load"]
+__all__ = ["Array", "Cost", "InFlight", "LoadModel", "ShuffledRatios", "fit_cost", "fit_load"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -29,7 +29,7 @@ _CLEARLY = 0.99
 # How much of the spread may be left for another speed than 1.
 
 
-class Deck:
+class ShuffledRatios:
     """Owns the order in which measured ratios are drawn: shuffled, and none again before all were drawn.
 
     So the mean over a few draws is already the measured one, and a simulated run of a few dozen steps is not a matter

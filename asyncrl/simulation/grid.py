@@ -7,7 +7,7 @@ Two points can admit exactly the same: slots are bounded by ``max_staleness`` ho
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 from asyncrl.rollout.budget import Budget
 from asyncrl.scheduling.rules import Schedule
 
-__all__ = ["Admits", "Axes", "Point", "RunOptions", "default_grid", "own_point"]
+__all__ = ["Admits", "Point", "RunOptions", "default_grid", "given_grid", "own_point"]
 
 Admits: TypeAlias = tuple[int, int, int]
+_IN_SCHEDULE = ("admit_ahead", "concurrency", "oversample_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +67,13 @@ class Point:
     concurrency: int
     oversample_factor: float
 
+    def texts(self) -> dict[str, str]:
+        """The values as they are shown."""
+        return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in asdict(self).items()}
+
     def schedule(self, run: RunOptions) -> Schedule:
         """The run's schedule with this point's values."""
-        return replace(
-            run.schedule,
-            concurrency=self.concurrency,
-            admit_ahead=self.admit_ahead,
-            oversample_factor=self.oversample_factor,
-        )
+        return replace(run.schedule, **{name: getattr(self, name) for name in _IN_SCHEDULE})
 
     def admits(self, run: RunOptions) -> Admits:
         """The bound, the slots, and the trajectories that can be active: points with the same are the same."""
@@ -82,40 +82,16 @@ class Point:
         return self.max_staleness, slots, min(self.concurrency, slots * group_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The values of a grid that the user gave; None: only the run's."""
-
-    max_staleness: Sequence[int] | None = None
-    admit_ahead: Sequence[int] | None = None
-    concurrency: Sequence[int] | None = None
-    oversample_factor: Sequence[float] | None = None
-
-    @property
-    def given(self) -> bool:
-        """True if there is any."""
-        return any(values is not None for values in (self._values().values()))
-
-    def points(self, run: RunOptions) -> list[Point]:
-        """The run's own point, then every combination."""
-        own = own_point(run)
-        values = {key: [getattr(own, key)] if given is None else given for key, given in self._values().items()}
-        combinations = [Point(**dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
-        return list(dict.fromkeys([own, *combinations]))
-
-    def _values(self) -> Mapping[str, Sequence[Any] | None]:
-        return {
-            "max_staleness": self.max_staleness,
-            "admit_ahead": self.admit_ahead,
-            "concurrency": self.concurrency,
-            "oversample_factor": self.oversample_factor,
-        }
-
-
 def own_point(run: RunOptions) -> Point:
     """The schedule of the run itself."""
-    names = ("admit_ahead", "concurrency", "oversample_factor")
-    return Point(max_staleness=run.shape[0], **{name: getattr(run.schedule, name) for name in names})
+    return Point(max_staleness=run.shape[0], **{name: getattr(run.schedule, name) for name in _IN_SCHEDULE})
+
+
+def given_grid(run: RunOptions, axes: Mapping[str, Sequence[float]]) -> list[Point]:
+    """The run's own point, then every combination of ``axes``: values by the names of a point's fields."""
+    own = own_point(run)
+    changes: list[dict[str, Any]] = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
+    return list(dict.fromkeys([own, *(replace(own, **change) for change in changes)]))
 
 
 def default_grid(run: RunOptions) -> list[Point]:

@@ -1,20 +1,57 @@
-"""The options of ``asyncrl simulate``: read from what the user wrote, every error with its key."""
+"""The options of ``asyncrl simulate``: a flag for each field, read from the texts of the command line."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_type_hints
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.grid import Axes, RunOptions
-from asyncrl.simulation.synthetic import Distribution, Durations
 
-__all__ = ["SimulationOptions", "read_options"]
+__all__ = ["Distribution", "Durations", "SimulationOptions", "read_options"]
 
-T = TypeVar("T", int, float)
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Log-normal with this ``mean``; ``sigma`` is the standard deviation of the logarithm, 0 is a constant."""
+
+    mean: float
+    sigma: float = 0.0
+
+    def draw(self, source: random.Random, *, normal: float | None = None) -> float:
+        """A value; ``normal`` is the standard normal number that it is made of."""
+        z = source.gauss() if normal is None else normal
+        return self.mean * math.exp(self.sigma * z - self.sigma**2 / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """What the user said about a run; None is a default that follows from the run's options, see ``make_workload``."""
+
+    turns: int | None = None
+    """turns of a trajectory (default: budget.max_turns)"""
+    turn_tokens: Distribution | None = None
+    """sampled tokens of a turn, log-normal (default: a quarter of the turn's budget, 0.8)"""
+    seconds_per_token: tuple[float, float] | None = None
+    """of a request alone, and more for each other in flight (default: 0.02:0.0002)"""
+    tool_seconds: Distribution | None = None
+    """the environment's answer between turns, log-normal (default: 1:1)"""
+    train_seconds: float | None = None
+    """training a batch (default: as long as sampling its tokens takes)"""
+    publish_seconds: float | None = None
+    """making a version live (default: a tenth of the training)"""
+
+    def __post_init__(self) -> None:
+        alone, each = self.seconds_per_token or (0.0, 0.0)
+        if each > alone:
+            text = f"{alone:g}:{each:g}"
+            raise ConfigError.for_value("--seconds-per-token", text, "ALONE:EACH with EACH at most ALONE")
+        if self.turn_tokens is not None and self.turn_tokens.mean < 1:
+            raise ConfigError.for_value("--turn-tokens", self.turn_tokens.mean, "a mean of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,50 +59,56 @@ class SimulationOptions:
     """What the command line says beside the recipe."""
 
     run_directory: Path | None = None
-    """A finished run to take the workload from, else ``durations``."""
+    """replay a finished run, from its events.jsonl"""
+    max_staleness: tuple[int, ...] | None = None
+    """bounds to compare (this and the next three: a grid; default: around the recipe)"""
+    admit_ahead: tuple[int, ...] | None = None
+    """future batches admitted"""
+    concurrency: tuple[int, ...] | None = None
+    """active trajectories"""
+    oversample: tuple[float, ...] | None = None
+    """oversample factors"""
     durations: Durations
-    axes: Axes
-    """Without values: a default grid."""
     steps: int | None = None
-    """Steady steps of each point."""
+    """steady steps of each point (default: as many as take some 10 seconds in all)"""
     seed: int = 0
+    """of every random choice (default: 0)"""
     picture: Path | None = None
-    """Where it is written; None: nowhere."""
+    """svg or png (default: FOLDER-simulation.svg, of the recipe's folder)"""
 
     def __post_init__(self) -> None:
         if self.run_directory is not None and self.durations != Durations():
             raise ConfigError("--from takes all durations from the run: leave --turns, --turn-tokens and the like out")
 
+    @property
+    def axes(self) -> dict[str, tuple[float, ...]]:
+        """The values that the user gave, by the names of a point's fields; none leaves it to a default grid."""
+        given = {name: getattr(self, name) for name in ("max_staleness", "admit_ahead", "concurrency")}
+        return {name: values for name, values in (given | {"oversample_factor": self.oversample}).items() if values}
 
-def read_options(arguments: Mapping[str, Any], run: RunOptions) -> SimulationOptions:
-    """The texts of the command line, by the names of their flags, as values. Raises ``ConfigError``."""
+
+def read_options(arguments: Mapping[str, Any], name: str) -> SimulationOptions:
+    """The texts of the command line, by the names of the fields, as values. Raises ``ConfigError``.
+
+    ``name``: of the default picture; ``no_picture`` among the arguments leaves it out.
+    """
+    picture = None if arguments["no_picture"] else arguments["picture"] or Path(f"{name}-simulation.svg")
     return SimulationOptions(
         run_directory=arguments["run_directory"],
-        durations=Durations(
-            turns=_count("--turns", arguments["turns"]),
-            turn_tokens=_distribution("--turn-tokens", arguments["turn_tokens"]),
-            seconds_per_token=_pair("--seconds-per-token", arguments["seconds_per_token"]),
-            tool_seconds=_distribution("--tool-seconds", arguments["tool_seconds"]),
-            train_seconds=_number("--train-seconds", arguments["train_seconds"]),
-            publish_seconds=_number("--publish-seconds", arguments["publish_seconds"]),
-        ),
-        axes=Axes(
-            max_staleness=_list("--max-staleness", arguments["max_staleness"], int),
-            admit_ahead=_list("--admit-ahead", arguments["admit_ahead"], int),
-            concurrency=_list("--concurrency", arguments["concurrency"], int),
-            oversample_factor=_list("--oversample", arguments["oversample"], float),
-        ),
-        steps=_count("--steps", arguments["steps"]),
-        seed=_count("--seed", arguments["seed"], least=0) or 0,
-        picture=None
-        if arguments["no_picture"]
-        else _picture(arguments["picture"] or Path(f"{run.name}-simulation.svg")),
+        picture=picture if picture is None else _picture(picture),
+        durations=Durations(**_read(Durations, arguments)),
+        **_read(SimulationOptions, arguments),
     )
 
 
-def _count(key: str, text: str | None, *, least: int = 1) -> int | None:
-    if text is None:
-        return None
+def _read(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``kind`` that were given and whose type has a form as text."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if hint in _READERS}
+    given = {name: arguments[name] for name in hints if arguments[name] is not None}
+    return {name: _READERS[hints[name]](f"--{name.replace('_', '-')}", text) for name, text in given.items()}
+
+
+def _count(key: str, text: str, *, least: int = 1) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -75,35 +118,38 @@ def _count(key: str, text: str | None, *, least: int = 1) -> int | None:
     return value
 
 
-def _list(key: str, text: str | None, kind: Callable[[str], T]) -> tuple[T, ...] | None:
+def _list(kind: type[float], allowed: str, key: str, text: str) -> tuple[float, ...]:
     """``0,1,2``"""
-    if text is None:
-        return None
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        allowed = "integers" if kind is int else "numbers"
         raise ConfigError.for_value(key, text, f"{allowed} with commas between them") from None
 
 
-def _number(key: str, text: str | None) -> float | None:
-    return None if text is None else _numbers(key, text, most=1, allowed="a number of at least 0")[0]
+def _numbers(most: int, allowed: str, key: str, text: str) -> list[float]:
+    """``FIRST:SECOND``, at most so many."""
+    try:
+        numbers = [float(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if not 0 < len(numbers) <= most or not all(0 <= number < math.inf for number in numbers):
+        raise ConfigError.for_value(key, text, allowed)
+    return numbers
 
 
-def _pair(key: str, text: str | None) -> tuple[float, float] | None:
-    """``FIRST:SECOND``, the second 0 if it is left out."""
-    if text is None:
-        return None
-    first, *rest = _numbers(key, text, most=2, allowed="one or two numbers of at least 0, as in 0.02:0.0002")
-    return first, rest[0] if rest else 0.0
+def _number(key: str, text: str) -> float:
+    return _numbers(1, "a number of at least 0", key, text)[0]
 
 
-def _distribution(key: str, text: str | None) -> Distribution | None:
-    """``MEAN:SIGMA``, a constant without sigma."""
-    if text is None:
-        return None
-    mean, *sigma = _numbers(key, text, most=2, allowed="MEAN or MEAN:SIGMA, numbers of at least 0")
-    return Distribution(mean=mean, sigma=sigma[0] if sigma else 0.0)
+def _pair(key: str, text: str) -> tuple[float, float]:
+    """The second is 0 if it is left out."""
+    first, second, *_ = [*_numbers(2, "one or two numbers of at least 0, as in 0.02:0.0002", key, text), 0.0]
+    return first, second
+
+
+def _distribution(key: str, text: str) -> Distribution:
+    """A constant without sigma."""
+    return Distribution(*_numbers(2, "MEAN or MEAN:SIGMA, numbers of at least 0", key, text))
 
 
 def _picture(path: Path) -> Path:
@@ -115,11 +161,13 @@ def _picture(path: Path) -> Path:
     return path
 
 
-def _numbers(key: str, text: str, *, most: int, allowed: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(":")]
-    except ValueError:
-        numbers = []
-    if not 0 < len(numbers) <= most or not all(0 <= number < math.inf for number in numbers):
-        raise ConfigError.for_value(key, text, allowed)
-    return numbers
+_READERS: Mapping[Any, Callable[[str, str], Any]] = {
+    int: partial(_count, least=0),
+    int | None: _count,
+    float | None: _number,
+    tuple[float, float] | None: _pair,
+    tuple[int, ...] | None: partial(_list, int, "integers"),
+    tuple[float, ...] | None: partial(_list, float, "numbers"),
+    Distribution | None: _distribution,
+}
+"""By the type of a field."""

@@ -1,4 +1,8 @@
-"""The simulated policy: a sampler, a learner and a publisher that only take time."""
+"""The simulated policy, environment and renderer: they play scripts back, and only take time.
+
+Tokens have no content here, only numbers. All arrays are views of one buffer, so that a context of a hundred thousand
+tokens costs nothing until somebody joins it.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,152 @@ import anyio
 import numpy as np
 
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
+from asyncrl.rollout.env import Env
+from asyncrl.rollout.renderer import ParsedTurn
+from asyncrl.rollout.tools import Tool
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.simulation.cost import Cost, Deck, LoadModel
-from asyncrl.simulation.playback import Playback, blank
+from asyncrl.simulation.cost import Cost, LoadModel, ShuffledRatios
 from asyncrl.simulation.sharing import ProcessorSharing
-from asyncrl.simulation.workload import TurnScript, Workload
+from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
 from asyncrl.testing.scripted import ScriptedLearner, ScriptedPublisher
-from asyncrl.types import FloatArray, Segment, StopReason, VersionSpan
+from asyncrl.types import (
+    FloatArray,
+    IntArray,
+    Message,
+    Row,
+    Segment,
+    StopReason,
+    Trajectory,
+    TruncationCause,
+    VersionSpan,
+)
 
-__all__ = ["SimulatedLearner", "SimulatedPublisher", "SimulatedSampler"]
+__all__ = [
+    "CountingRenderer",
+    "Playback",
+    "ScriptedEnv",
+    "SimulatedLearner",
+    "SimulatedPublisher",
+    "SimulatedSampler",
+    "blank",
+    "member_of",
+]
 
+_BUFFER = np.zeros(65_536, dtype=np.int32)
 _LOGPROBS = np.full(65_536, -1.0, dtype=np.float32)
+
+
+def blank(count: int) -> IntArray:
+    """(count,) tokens."""
+    return _BUFFER[:count] if count <= len(_BUFFER) else np.zeros(count, dtype=np.int32)
+
+
+class Playback:
+    """Owns the place of each trajectory in its script. The row of a group is its script."""
+
+    def __init__(self, groups: Sequence[GroupScript]) -> None:
+        self._groups = groups
+        self._left: dict[str, tuple[int, int]] = {}
+        # Trajectory -> its turn, and the tokens of it that were not sampled yet.
+
+    def member(self, trajectory_id: str) -> MemberScript:
+        """The script of a trajectory."""
+        group, member = map(int, trajectory_id.split("-"))
+        return member_of(self._groups[group % len(self._groups)], member)
+
+    def sample(self, trajectory_id: str, most: int) -> tuple[TurnScript | None, int, bool]:
+        """The next request of a trajectory, for at most ``most`` tokens: the turn that it begins, else None; its
+        tokens; and whether the turn is complete with them.
+
+        Beyond the end of the script there are no tokens.
+        """
+        script = self.member(trajectory_id)
+        turn, left = self._left.get(trajectory_id, (0, -1))
+        begins = left < 0
+        if turn >= len(script.turns):
+            return None, 0, True
+        if begins:
+            left = script.turns[turn].tokens
+        tokens = min(left, most)
+        self._left[trajectory_id] = (turn, left - tokens)
+        goes_on = tokens < left or (script.truncated and turn == len(script.turns) - 1)
+        return script.turns[turn] if begins else None, tokens, not goes_on or not tokens
+
+    def next_turn(self, trajectory_id: str, turn: int) -> None:
+        """The trajectory has read the environment's answer and begins ``turn`` (from 0)."""
+        self._left[trajectory_id] = (turn, -1)
+
+    def end(self, trajectory_id: str) -> None:
+        """The trajectory is over."""
+        self._left.pop(trajectory_id, None)
+
+
+def member_of(group: GroupScript, member: int) -> MemberScript:
+    """The script of a group's member; a group may be simulated with more members than it had."""
+    return group.members[member % len(group.members)]
+
+
+class ScriptedEnv(Env):
+    """Answers as late and pays as much as the script says. One instance serves all trajectories."""
+
+    def __init__(self, playback: Playback, *, reset_s: float) -> None:
+        self._playback = playback
+        self._reset_s = reset_s
+
+    async def reset(self, row: Row) -> list[Message]:
+        """The prompt, which the members of a group have in common."""
+        await anyio.sleep(self._reset_s)
+        return [_message(member_of(row, 0).turns[0].new_tokens)]
+
+    async def on_turn(self, traj: Trajectory) -> list[Message] | None:
+        """The next turn's new tokens; None after the last turn of a trajectory that ended by itself."""
+        script = member_of(traj.row, traj.member)
+        if traj.turns < len(script.turns):
+            await anyio.sleep(script.turns[traj.turns - 1].reply_s)
+            self._playback.next_turn(traj.id, traj.turns)
+            return [_message(script.turns[traj.turns].new_tokens)]
+        self._playback.next_turn(traj.id, traj.turns)
+        return [_message(0)] if script.truncated else None
+
+    async def reward(self, traj: Trajectory, row: Row) -> float:
+        """What the script says, after the rest of its time."""
+        script = member_of(row, traj.member)
+        self._playback.end(traj.id)
+        await anyio.sleep(script.turns[-1].reply_s)
+        return script.reward
+
+    async def on_truncated(self, traj: Trajectory, row: Row, cause: TruncationCause) -> float:
+        """The same."""
+        return await self.reward(traj, row)
+
+
+class CountingRenderer:
+    """Messages are numbers of tokens."""
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
+        """(T,)"""
+        return blank(messages[0]["tokens"])
+
+    async def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn_ids: IntArray, tools: Sequence[Tool]
+    ) -> IntArray:
+        """(T,)"""
+        return blank(new[0]["tokens"])
+
+    async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
+        """The messages as they are: the script has them as the run shortened them."""
+        return list(messages)
+
+    async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
+        """Nothing was said."""
+        return ParsedTurn(message={"role": "assistant", "content": ""}, tool_calls=())
+
+
+def _message(tokens: int) -> Message:
+    return {"role": "user", "content": "", "tokens": tokens}
 
 
 class SimulatedSampler:
@@ -31,7 +170,7 @@ class SimulatedSampler:
         self.station = ProcessorSharing()
         self._playback = playback
         self._load = load
-        self._ratios = Deck(load.ratios, source)
+        self._ratios = ShuffledRatios(load.ratios, source)
         self._namespaces: dict[str, str] = {}
         # Trajectory -> the cache namespace of its last request.
 
@@ -75,8 +214,8 @@ class SimulatedLearner(ScriptedLearner):
         self, workload: Workload, station: ProcessorSharing, source: random.Random, *, lora_rank: int | None, lead: int
     ) -> None:
         super().__init__(lora_rank=lora_rank)
-        self._training = _Work(workload.training, station, Deck(workload.training.ratios, source, lead=lead))
-        self._optimizer = _Work(workload.optimizer, station, Deck(workload.optimizer.ratios, source, lead=lead))
+        self._training = _Work(workload.training, station, source, lead)
+        self._optimizer = _Work(workload.optimizer, station, source, lead)
 
     async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
         """By the number of sequences and trained tokens."""
@@ -97,9 +236,9 @@ class SimulatedPublisher(ScriptedPublisher):
         self, workload: Workload, station: ProcessorSharing, source: random.Random, *, pins_versions: bool, lead: int
     ) -> None:
         super().__init__(pins_versions=pins_versions)
-        self._staging = _Work(workload.staging, station, Deck(workload.staging.ratios, source, lead=lead))
+        self._staging = _Work(workload.staging, station, source, lead)
         self._publication = workload.publication
-        self._ratios = Deck(workload.publication.ratios, source, lead=lead)
+        self._ratios = ShuffledRatios(workload.publication.ratios, source, lead=lead)
         self._station = station
 
     async def stage(self, version: int) -> None:
@@ -120,10 +259,10 @@ class SimulatedPublisher(ScriptedPublisher):
 class _Work:
     """One kind of the trainer's work."""
 
-    def __init__(self, cost: Cost, station: ProcessorSharing, ratios: Deck) -> None:
+    def __init__(self, cost: Cost, station: ProcessorSharing, source: random.Random, lead: int) -> None:
         self._cost = cost
         self._station = station
-        self._ratios = ratios
+        self._ratios = ShuffledRatios(cost.ratios, source, lead=lead)
 
     async def do(self, *sizes: float) -> None:
         """Take the time of work of these sizes."""

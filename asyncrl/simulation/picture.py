@@ -125,7 +125,7 @@ def _crowding(spot: tuple[float, float], others: Sequence[tuple[float, float]]) 
 def _draw_split(axes: Any, outcomes: Sequence[Outcome]) -> None:
     left = [0.0] * len(outcomes)
     for phase, (name, color, ink) in enumerate(_PHASES):
-        widths = [_split(outcome)[phase] for outcome in outcomes]
+        widths = [outcome.parts[phase] for outcome in outcomes]
         axes.barh(
             range(len(outcomes)), widths, left=left, color=color, height=0.7, label=name, edgecolor="white", lw=0.6
         )
@@ -149,18 +149,10 @@ def _write_rows(axes: Any, outcomes: Sequence[Outcome]) -> None:
         axes.text(x, -0.65, heading, transform=place, ha="center", va="bottom", color=_FAINT, fontsize=8)
     axes.text(0, -0.65, "where the trainer's time goes", transform=place, va="bottom", color=_FAINT, fontsize=8.5)
     for row, outcome in enumerate(outcomes):
-        point = outcome.point
         style: dict[str, Any] = {"transform": place, "ha": "center", "va": "center"}
         if row == 0:
             style |= {"color": _OWN, "fontweight": "bold"}
-        values = (point.max_staleness, point.admit_ahead, point.concurrency, f"{point.oversample_factor:g}")
         axes.text(-0.66, row, "recipe 1" if row == 0 else row + 1, **{**style, "ha": "right", "fontweight": "bold"})
-        for (x, _), value in zip(_COLUMNS, values, strict=True):
-            axes.text(x, row, value, **style)
+        for (x, _), text in zip(_COLUMNS, outcome.point.texts().values(), strict=True):
+            axes.text(x, row, text, **style)
         axes.text(1.15, row, rate(outcome.steps_per_hour), **{**style, "ha": "right"})
-
-
-def _split(outcome: Outcome) -> tuple[float, float, float, float]:
-    """The parts of ``_PHASES``."""
-    shares = outcome.shares
-    return outcome.training_share, shares["wait_for_samples"], shares["barrier"], shares["publication"]

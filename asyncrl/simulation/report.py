@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import IO
 
 from rich import box
@@ -22,10 +23,7 @@ def as_json(outcome: Outcome, *, recipe: bool, measured: float | None) -> Mappin
     """One line. ``measured`` is what the recorded run did; it stands at the recipe's own point only."""
     shares = outcome.shares
     line: dict[str, object] = {
-        "max_staleness": outcome.point.max_staleness,
-        "admit_ahead": outcome.point.admit_ahead,
-        "concurrency": outcome.point.concurrency,
-        "oversample_factor": outcome.point.oversample_factor,
+        **asdict(outcome.point),
         "recipe": recipe,
         "steps": outcome.steps,
         "steps_per_hour": outcome.steps_per_hour,
@@ -44,14 +42,8 @@ def as_json(outcome: Outcome, *, recipe: bool, measured: float | None) -> Mappin
 
 def describe(point: Point) -> str:
     """In a few words."""
-    words = [
-        f"max_staleness {point.max_staleness}",
-        f"admit_ahead {point.admit_ahead}",
-        f"concurrency {point.concurrency}",
-    ]
-    if point.oversample_factor != 1:
-        words.append(f"oversample_factor {point.oversample_factor:g}")
-    return ", ".join(words)
+    usual = {"oversample_factor": "1"}
+    return ", ".join(f"{name} {text}" for name, text in point.texts().items() if usual.get(name) != text)
 
 
 def rate(steps_per_hour: float) -> str:
@@ -63,9 +55,8 @@ def print_table(outcomes: Sequence[Outcome], stream: IO[str]) -> None:
     """The recipe's own point, which is the first, is marked."""
     caption = "training .. publication: parts of the trainer's time; age: of trained tokens, in policy versions"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, caption=caption, caption_justify="left")
-    for heading in ("", "staleness", "ahead", "concurrency", "oversample", "steps/h"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("training", "samples", "barrier", "publication", "age", "p99"):
+    points = ("", "staleness", "ahead", "concurrency", "oversample", "steps/h")
+    for heading in (*points, "training", "samples", "barrier", "publication", "age", "p99"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, outcome in enumerate(outcomes, start=1):
         table.add_row(*_cells(number, outcome), style="bold" if number == 1 else None)
@@ -73,16 +64,11 @@ def print_table(outcomes: Sequence[Outcome], stream: IO[str]) -> None:
 
 
 def _cells(number: int, outcome: Outcome) -> Sequence[str]:
-    point, shares = outcome.point, outcome.shares
-    parts = (outcome.training_share, shares["wait_for_samples"], shares["barrier"], shares["publication"])
     return (
         f"recipe {number}" if number == 1 else str(number),
-        str(point.max_staleness),
-        str(point.admit_ahead),
-        str(point.concurrency),
-        f"{point.oversample_factor:g}",
+        *outcome.point.texts().values(),
         rate(outcome.steps_per_hour),
-        *(f"{part:.0%}" for part in parts),
+        *(f"{part:.0%}" for part in outcome.parts),
         f"{outcome.age_mean:.2f}",
         str(outcome.age_p99),
     )

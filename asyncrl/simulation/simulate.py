@@ -15,10 +15,15 @@ from asyncrl.publishing.policy import Policy
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.seeds import derived
 from asyncrl.simulation.grid import Point, RunOptions
-from asyncrl.simulation.parts import SimulatedLearner, SimulatedPublisher, SimulatedSampler
-from asyncrl.simulation.playback import CountingRenderer, Playback, ScriptedEnv
-from asyncrl.simulation.steady import StepEnd, around_steady, steady_steps, steps_per_hour
-from asyncrl.simulation.workload import GroupScript, Workload
+from asyncrl.simulation.parts import (
+    CountingRenderer,
+    Playback,
+    ScriptedEnv,
+    SimulatedLearner,
+    SimulatedPublisher,
+    SimulatedSampler,
+)
+from asyncrl.simulation.workload import GroupScript, StepEnd, Workload, around_steady, steady_steps, steps_per_hour
 from asyncrl.testing.clock import run_virtual
 from asyncrl.training.step import Phase
 from asyncrl.training.trainer import AsyncTrainer
@@ -49,6 +54,11 @@ class Outcome:
     def training_share(self) -> float:
         """Part of the time in which the trainer works."""
         return self.shares["forward_backward"] + self.shares["optimizer"]
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Parts of the time: training, waiting for samples, at the barrier, and publishing."""
+        return self.training_share, *(self.shares[name] for name in ("wait_for_samples", "barrier", "publication"))
 
 
 def total_steps(steps: int, max_staleness: int) -> int:

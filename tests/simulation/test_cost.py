@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from asyncrl.simulation.cost import Deck, InFlight, fit_cost, fit_load
+from asyncrl.simulation.cost import InFlight, ShuffledRatios, fit_cost, fit_load
 
 
 def test_a_load_model_is_recovered_from_what_it_made() -> None:
@@ -87,9 +87,9 @@ def test_requests_in_flight_are_counted_over_time() -> None:
 def test_a_deck_draws_every_ratio_before_any_again() -> None:
     """So the mean is exact after each round; the order is the seed's."""
     ratios = [0.5, 1.0, 1.5, 3.0]
-    deck = Deck(ratios, random.Random(3))
+    deck = ShuffledRatios(ratios, random.Random(3))
     rounds = [[deck.draw() for _ in ratios] for _ in range(3)]
     assert [sorted(drawn) for drawn in rounds] == [ratios] * 3
     assert rounds[0] != rounds[1] or rounds[1] != rounds[2]
-    again = Deck(ratios, random.Random(3))
+    again = ShuffledRatios(ratios, random.Random(3))
     assert [again.draw() for _ in range(12)] == [ratio for drawn in rounds for ratio in drawn]

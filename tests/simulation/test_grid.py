@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.simulation.grid import Axes, Point, default_grid, own_point
+from asyncrl.simulation.grid import Point, default_grid, given_grid, own_point
 from tests.simulation.recording import run_options
 
 
@@ -28,7 +28,7 @@ def test_a_synchronous_point_does_not_oversample(tmp_path: Path) -> None:
 def test_given_values_are_combined_behind_the_recipe(tmp_path: Path) -> None:
     """What is not given stays as the recipe has it, and the recipe's own point is not repeated."""
     own = run_options(tmp_path, "schedule.concurrency=64")
-    points = Axes(max_staleness=(0, 1), concurrency=(32, 64)).points(own)
+    points = given_grid(own, {"max_staleness": (0, 1), "concurrency": (32, 64)})
     chosen = [(point.max_staleness, point.admit_ahead, point.concurrency) for point in points]
     assert chosen == [(1, 2, 64), (0, 2, 32), (0, 2, 64), (1, 2, 32)]
 
@@ -44,5 +44,3 @@ def test_points_that_admit_the_same_are_told_apart_by_what_they_admit(tmp_path: 
     assert admits(1, 8, 1.0) == admits(5, 100, 2.0) == (1, 4, 8)
     assert admits(0, 8, 1.0) == (1, 2, 4)
     assert admits(1, 7, 1.0) == (1, 4, 7)
-    assert Axes().given is False
-    assert Axes(oversample_factor=(1.0,)).given is True

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.options import SimulationOptions, read_options
-from asyncrl.simulation.synthetic import Distribution, Durations
-from tests.simulation.recording import run_options
+from asyncrl.simulation.options import Distribution, Durations, SimulationOptions, read_options
 
 _FLAGS = (
     "run_directory",
@@ -30,7 +28,7 @@ _FLAGS = (
 
 
 def _read(folder: Path, **given: Any) -> SimulationOptions:
-    return read_options({**dict.fromkeys(_FLAGS), **given}, run_options(folder))
+    return read_options({**dict.fromkeys(_FLAGS), **given}, folder.name)
 
 
 def test_texts_become_values(tmp_path: Path) -> None:
@@ -48,9 +46,7 @@ def test_texts_become_values(tmp_path: Path) -> None:
         seed="0",
         picture=tmp_path / "a.png",
     )
-    assert options.axes.max_staleness == (0, 1, 2)
-    assert options.axes.admit_ahead is None
-    assert options.axes.oversample_factor == (1.0, 1.5)
+    assert options.axes == {"max_staleness": (0, 1, 2), "oversample_factor": (1.0, 1.5)}
     assert options.durations == Durations(
         turns=3,
         turn_tokens=Distribution(mean=200.0, sigma=0.8),
@@ -64,10 +60,8 @@ def test_texts_become_values(tmp_path: Path) -> None:
 def test_nothing_given_leaves_everything_to_the_recipe(tmp_path: Path) -> None:
     """But for a picture, named after the recipe's folder."""
     options = _read(tmp_path)
-    assert options == SimulationOptions(
-        durations=Durations(), axes=options.axes, picture=Path(f"{tmp_path.name}-simulation.svg")
-    )
-    assert not options.axes.given
+    assert options == SimulationOptions(durations=Durations(), picture=Path(f"{tmp_path.name}-simulation.svg"))
+    assert options.axes == {}
     assert _read(tmp_path, no_picture=True).picture is None
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.simulation.cost import LoadModel
-from asyncrl.simulation.parts import SimulatedPublisher, SimulatedSampler
-from asyncrl.simulation.playback import Playback, ScriptedEnv, blank
+from asyncrl.simulation.parts import Playback, ScriptedEnv, SimulatedPublisher, SimulatedSampler, blank
 from asyncrl.testing.clock import run_virtual
 from asyncrl.types import StopReason, Trajectory
 from tests.simulation.recording import workload

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.simulation.playback import Playback, blank, member_of
+from asyncrl.simulation.parts import Playback, blank, member_of
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript
 from tests.simulation.recording import workload
 

@@ -167,7 +167,7 @@ def test_what_is_unknown_or_cut_short_is_ignored(tmp_path: Path) -> None:
 
 def test_a_long_run_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 groups with room for 4, every eighth is left; every request counts as load."""
-    monkeypatch.setattr("asyncrl.simulation.transcripts._GROUPS", 4)
+    monkeypatch.setattr("asyncrl.simulation.recorded._GROUPS", 4)
     lines = [
         line
         for group in range(20)

@@ -11,11 +11,10 @@ from asyncrl.events import Event
 from asyncrl.observe.metrics import percentile
 from asyncrl.simulation.cost import Cost
 from asyncrl.simulation.grid import Point, own_point
+from asyncrl.simulation.options import Durations
 from asyncrl.simulation.recorded import read_run
 from asyncrl.simulation.simulate import Outcome, Simulation
-from asyncrl.simulation.steady import steps_per_hour
-from asyncrl.simulation.synthetic import Durations, make_workload
-from asyncrl.simulation.workload import Workload
+from asyncrl.simulation.workload import Workload, make_workload, steps_per_hour
 from tests.simulation.recording import run_options, workload, write_events
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.simulation.steady import StepEnd, steady_steps, steps_per_hour
+from asyncrl.simulation.workload import StepEnd, steady_steps, steps_per_hour
 
 
 def test_the_filling_and_the_emptying_of_the_pipeline_are_left_out() -> None:

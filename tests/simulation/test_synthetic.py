@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.synthetic import Distribution, Durations, make_workload
-from asyncrl.simulation.workload import GroupScript
+from asyncrl.simulation.options import Distribution, Durations
+from asyncrl.simulation.workload import GroupScript, make_workload
 from tests.simulation.recording import run_options
 
 
