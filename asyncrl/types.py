@@ -219,7 +219,7 @@ class Trajectory:
     version: int | None = None
     """The policy version of the newest segment; with trajectory sampling that of all of them."""
     anchor: int | None = None
-    """The version whose weights computed the prefix KV that the next segment may reuse (``scheduling/kvage.py``)."""
+    """The version whose weights computed the prefix KV that the next segment may reuse (``scheduling/versions.py``)."""
     stop: StopReason | None = None
     """How the last segment ended."""
     server: str = ""

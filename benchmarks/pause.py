@@ -20,7 +20,7 @@ from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import Ledger
-from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.training.record import RunRecord
 from asyncrl.types import Span, SpanKind, Trajectory
 from benchmarks.answer import Answer

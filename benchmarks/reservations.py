@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group, Trajectory
 from benchmarks.answer import Answer
 

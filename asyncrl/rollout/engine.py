@@ -36,9 +36,9 @@ from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.backend import SamplingBackend
 from asyncrl.sampling.transport import require_open_files
-from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import GroupCompletion, KVCache, SamplingPolicy, Schedule
 from asyncrl.scheduling.slots import OrderedSlots
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group, Row
 
 __all__ = ["EngineSession", "RolloutEngine"]

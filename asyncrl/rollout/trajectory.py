@@ -27,9 +27,9 @@ from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.seeds import derived_for_request
 from asyncrl.rollout.stops import ended
 from asyncrl.sampling.base import ModelRef, Sampler, SegmentRequest
-from asyncrl.scheduling.kvage import Placement, place
 from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
+from asyncrl.scheduling.versions import Placement, place
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
 __all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "go_on", "grade", "leave_version"]

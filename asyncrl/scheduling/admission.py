@@ -21,11 +21,36 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import anyio
+
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import StalenessError
-from asyncrl.scheduling.slotwait import SlotWait
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "SlotWait"]
+
+
+class SlotWait:
+    """Owns the seconds that the trainer waited for slots that only a publication frees.
+
+    No faster sampling would save them. ``note`` is called at each change; between two calls nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def note(self, *, waits: bool) -> None:
+        """From now on the trainer waits for such a slot, or does not."""
+        if waits and self._since is None:
+            self._since = anyio.current_time()
+        elif not waits and self._since is not None:
+            self._seconds += anyio.current_time() - self._since
+            self._since = None
+
+    def take(self) -> float:
+        """The seconds since the last call. Nobody waits at the moment."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class Admission:
@@ -62,8 +87,8 @@ class Admission:
         # In use, of slots * group_size.
         self._unsettled = 0
         # Places of the batch that is being trained.
-        self._before: dict[int, tuple[int | None, int]] = {}
-        # What the books said of the groups of that batch.
+        self._before_batch: dict[int, tuple[int | None, int]] = {}
+        # Reservations of the groups of that batch, as they were before it.
         self._unpublished: dict[int, int] = {}
         # Committed version -> places of the batch that made it.
         self._expected = 0
@@ -91,17 +116,19 @@ class Admission:
         """Due step -> born outstanding groups."""
         return self._due_counts
 
-    def books(self) -> Mapping[int, tuple[int | None, int]]:
-        """Group -> its due step and the members of it that finished batches have taken, as if the batch being trained
-        had not been taken: that is what is left if its step does not happen."""
-        now = {group: (due, self._taken.get(group, 0)) for group, due in self._due.items()}
-        return now | self._before
+    def reservations(self) -> Mapping[int, tuple[int | None, int]]:
+        """Group -> its due step and how many of its members finished batches have taken, for each outstanding group.
 
-    def restore(self, *, admitted: int, dropped: int, books: Mapping[int, tuple[int | None, int]]) -> None:
-        """Go on from the books of an earlier process. Every version that it committed is published."""
+        As if the batch being trained had not been taken: that is what is left if its step does not happen.
+        """
+        now = {group: (due, self._taken.get(group, 0)) for group, due in self._due.items()}
+        return now | self._before_batch
+
+    def restore(self, *, admitted: int, dropped: int, reservations: Mapping[int, tuple[int | None, int]]) -> None:
+        """Go on from the reservations of an earlier process. Every version that it committed is published."""
         self.admitted = admitted
         self.dropped = dropped
-        for group, (due, taken) in books.items():
+        for group, (due, taken) in reservations.items():
             self._due[group] = due
             self._count_in(due)
             if taken:
@@ -152,12 +179,12 @@ class Admission:
     def take(self, groups: Iterable[int]) -> None:
         """The trainer takes these groups into its batch; they keep their slots until ``settle``."""
         for group in groups:
-            self._note(group)
+            self._remember(group)
             self._unsettled += self._leave(group)
 
     def take_members(self, group: int, members: int) -> None:
         """The trainer takes ``members`` of a group that stays outstanding for its others."""
-        self._note(group)
+        self._remember(group)
         self._taken[group] += members
         self._unsettled += members
 
@@ -173,7 +200,7 @@ class Admission:
         else:
             self._unpublished[version] = self._unsettled
         self._unsettled = 0
-        self._before.clear()
+        self._before_batch.clear()
 
     def published(self, version: int) -> None:
         """``version`` is live on every server: the slots of the batches up to it are free."""
@@ -208,12 +235,12 @@ class Admission:
         self.slot_wait.note(waits=waits)
 
     def _leave(self, group: int) -> int:
-        """Take the group off the books; the places that it still has."""
+        """Forget an outstanding group; returns the places that it still has."""
         self._count_out(self._due.pop(group))
         return self._group_size - self._taken.pop(group, 0)
 
-    def _note(self, group: int) -> None:
-        self._before.setdefault(group, (self._due[group], self._taken.get(group, 0)))
+    def _remember(self, group: int) -> None:
+        self._before_batch.setdefault(group, (self._due[group], self._taken.get(group, 0)))
 
     def _count_in(self, due: int | None) -> None:
         if due is not None:

@@ -18,9 +18,9 @@ import anyio
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.scheduling.admission import Admission
-from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
 from asyncrl.scheduling.staleness import feasible, needed
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import BarrierWait, Group
 
 __all__ = ["Batches"]
@@ -139,9 +139,7 @@ class Batches:
             self._awaited = 0
             self._opener = None
         if opener is not None:
-            group, last = opener
-            seconds = anyio.current_time() - started
-            self.waits.append(_wait(group, last, seconds) if last else _failed_wait(group, seconds))
+            self.waits.append(_barrier_wait(*opener, seconds=anyio.current_time() - started))
         return batch
 
     async def take_chunk(self, remaining: int, threshold: ForwardBackwardBatch) -> list[Group]:
@@ -276,12 +274,10 @@ def _joined(first: Group, second: Group) -> Group:
     return replace(second, members_G=[*first.members_G, *second.members_G])
 
 
-def _wait(index: int, group: Group, seconds: float) -> BarrierWait:
+def _barrier_wait(index: int, group: Group | None, *, seconds: float) -> BarrierWait:
+    """A wait for group ``index``, which is ready as ``group`` or has failed."""
+    if group is None:
+        return BarrierWait(seconds=seconds, group=index, member=-1, doing="failing")
     last = next((member for member in group.members_G if member.member == group.last_member), None)
     doing = "" if last is None else last.slowest
     return BarrierWait(seconds=seconds, group=index, member=group.last_member, doing=doing)
-
-
-def _failed_wait(index: int, seconds: float) -> BarrierWait:
-    """For a group that then failed."""
-    return BarrierWait(seconds=seconds, group=index, member=-1, doing="failing")

@@ -181,7 +181,7 @@ class KVCache:
     Age: the version that samples minus the version whose weights computed the prefix. Within ``max_staleness`` a
     trajectory follows the newest published version and keeps its prefix. At the limit ``hold`` keeps sampling with the
     version that it has; ``refill`` moves on and computes the whole prefix again, which must be acknowledged with
-    ``allow_reprefill=True``. ``kvage.py`` is the rule.
+    ``allow_reprefill=True``. ``versions.py`` is the rule.
     """
 
     max_staleness: int = 0

@@ -25,7 +25,7 @@ from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import Ledger, LedgerTotals
-from asyncrl.scheduling.policyclock import PolicyClock
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group
 
 __all__ = ["RunRecord", "restored_ledger"]
@@ -134,7 +134,7 @@ class RunRecord:
                 progress=_copied(self.progress[group], now) if group in self.progress else None,
                 renewed=self.renewed.get(group),
             )
-            for group, (due, _) in sorted(self.admission.books().items())
+            for group, (due, _) in sorted(self.admission.reservations().items())
         }
         for part in (*self.step_groups, *self.batches.waiting()):
             groups[part.index].parts.append(part)
@@ -165,7 +165,7 @@ class RunRecord:
         self.admission.restore(
             admitted=state.admitted,
             dropped=state.dropped,
-            books={group.index: (group.due, len(group.taken)) for group in state.groups.values()},
+            reservations={group.index: (group.due, len(group.taken)) for group in state.groups.values()},
         )
         self.recorder.go_on(state.sums)
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import BatchOrder, Schedule
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group
 from tests.scheduling.bruteforce import openings, trainable
 

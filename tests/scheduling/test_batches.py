@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group, Span, SpanKind, Trajectory
 
 

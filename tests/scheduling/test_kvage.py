@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.scheduling.kvage import Placement, place
 from asyncrl.scheduling.rules import KVCache
+from asyncrl.scheduling.versions import Placement, place
 
 HOLD = KVCache(max_staleness=1)
 REFILL = KVCache(max_staleness=1, on_limit="refill", allow_reprefill=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.policyclock import PolicyClock
 from asyncrl.scheduling.staleness import feasible, needed
+from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group
 from tests.scheduling.bruteforce import openings, trainable
 
