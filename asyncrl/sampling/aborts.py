@@ -1,6 +1,7 @@
 """Aborts that are looked after: a server does not say whether an abort had an effect, so its load is asked.
 
 An abort may overtake its request, or be lost. What goes on then costs the server memory and time that others wait for.
+Requests that have to end are aborted until they were answered, and taken away if they never are (``end``).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.held import Told
 from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.places import Place
-from asyncrl.sampling.pool import Pool
+from asyncrl.sampling.pool import Pool, Running
 
-__all__ = ["Aborts"]
+__all__ = ["Aborts", "end"]
 
 _SETTLE_S = 2.0
 # A running request ends after its next token, and the load that a server tells may be some steps old.
 _TRIES = 3
 _AT_ONCE = 64
 # Repeated aborts are no hurry, and connections for all of them at once would be.
+_ANSWER_S = 30.0
+_REPEAT_S = 2.0
 
 
 class Aborts:
@@ -93,3 +96,27 @@ class Aborts:
         async with anyio.create_task_group() as tasks:
             for rid in rids:
                 tasks.start_soon(abort, rid)
+
+
+async def end(pool: Pool, url: str, chosen: Callable[[Running], bool], place: Place, *, waits: bool = True) -> None:
+    """Abort those of our requests on ``url`` that are ``chosen``, and wait until they were answered.
+
+    One that is not answered within half a minute is taken away: it goes on elsewhere. Not ``waits``: each is aborted
+    once, and that is all.
+    """
+
+    def left() -> list[Running]:
+        return [running for running in pool.running(url) if chosen(running)]
+
+    with anyio.move_on_after(_ANSWER_S):
+        while unanswered := left():
+            # Again and again, for an abort has no effect if it overtakes its request.
+            async with anyio.create_task_group() as tasks:
+                for running in unanswered:
+                    tasks.start_soon(place.abort, running.rid)
+            if not waits:
+                return
+            with anyio.move_on_after(_REPEAT_S):
+                await pool.traffic.wait_until(lambda: not left())
+    for running in left():
+        running.held.interrupt()

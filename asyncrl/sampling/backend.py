@@ -8,36 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncrl.events import Events
 from asyncrl.sampling.base import Sampler, SegmentRequest
-from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.fleet import Timeouts
+from asyncrl.sampling.control import LONG_S, ServerControl
 from asyncrl.sampling.labels import Labels, Writer
 from asyncrl.sampling.recovery import Restore
 from asyncrl.types import Segment
 
-__all__ = ["SamplingBackend", "ServerFleet", "as_backend"]
+__all__ = ["SamplingBackend", "ServerFleet", "Timeouts", "as_backend"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long the client waits for servers, in seconds.
+
+    A sampling request has no limit here: how long one may take follows from what its server took for others.
+    """
+
+    outage_s: float = 120.0
+    """For some server to come back, when none takes requests."""
+    publication_s: float = LONG_S
+    """For one server to take a version, or to give up an adapter."""
 
 
 class ServerFleet(Protocol):
-    """Servers that weights are published to. Real: ``SGLang``."""
+    """Servers that weights are published to. Real: those of ``SGLang``."""
 
-    @property
-    def labels(self) -> Labels:
-        """Which weights on the servers are ours."""
-        ...
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """How long servers may take."""
-        ...
-
-    @property
-    def starts_servers(self) -> bool:
-        """True if they end when they are closed; others go on, and keep what they were given."""
-        ...
+    labels: Labels
+    """Which weights on the servers are ours."""
+    timeouts: Timeouts
+    starts_servers: bool
+    """True if they end when they are closed; others go on, and keep what they were given."""
 
     @property
     def live(self) -> list[ServerControl]:

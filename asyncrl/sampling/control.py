@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,21 +20,33 @@ import anyio
 import anyio.to_thread
 import orjson
 
-from asyncrl.errors import ProtocolError, RequestRefused, SamplingError, ServerUnavailable
+from asyncrl.errors import ConfigError, ProtocolError, RequestRefused, SamplingError, ServerUnavailable
 from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.holdclock import HoldClock
-from asyncrl.sampling.replies import Load, adapter_names, parse_load, ranks_of, scored, shown
+from asyncrl.sampling.deadlines import HoldClock
+from asyncrl.sampling.replies import Load, adapter_names, context_of, parse_load, ranks_of, scored, shown
+from asyncrl.sampling.sources import KNOWN_VERSIONS
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, Answer, Client, was_stale
 from asyncrl.sampling.wire import PauseMode, error_text, generate_body
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["LONG_S", "ServerControl"]
+__all__ = ["LONG_S", "Served", "ServerControl", "ask"]
 
 _QUICK_S = 30.0
 _ABORT_S = 5.0
 LONG_S = 300.0
 """For one server to take a version, or to give up an adapter."""
 _FLAT = "flattened_bucket"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a server says about itself before it gets requests."""
+
+    version: str
+    context_tokens: int | None
+    """Most tokens of prompt and output together that it takes without shortening or refusing; None: it does not say."""
+    label: str
+    """Of the base weights that it holds."""
 
 
 class ServerControl:
@@ -332,6 +345,26 @@ class ServerControl:
             reason = reply.get("error_message") or reply.get("message") or f"success is {shown(success)}"
             raise RequestRefused(f"{self.url}{route} says that it did not succeed: {shown(reason)}")
         return reply
+
+
+async def ask(server: ServerControl, *, allow_version: bool) -> Served:
+    """Ask ``server``. Raises ``SamplingError`` if it does not answer, ``ConfigError`` for a version not known to work.
+
+    ``allow_version``: take any version.
+    """
+    label = await server.weight_label()
+    info = await server.server_info()
+    told = info.get("version")
+    version = told if isinstance(told, str) else shown(told)
+    if version not in KNOWN_VERSIONS and not allow_version:
+        raise ConfigError(
+            f"the server at {server.url} is of version {version!r}; known to work are {', '.join(KNOWN_VERSIONS)}: "
+            "use one of these, or SGLang(.., allow_version=True) if you have checked yours"
+        )
+    try:
+        return Served(version=version, context_tokens=context_of(info), label=label)
+    except ProtocolError as error:
+        raise ProtocolError(f"{server.url}/server_info: {error}") from error
 
 
 def _bearer(key: str | None) -> dict[str, str]:

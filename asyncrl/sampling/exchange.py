@@ -25,7 +25,7 @@ from asyncrl.sampling.transport import TRANSPORT_ERRORS, Answer, was_stale
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
-__all__ = ["Exchange", "Front", "Lost"]
+__all__ = ["BehindRouter", "Exchange", "Lost"]
 
 _NOT_NOW = frozenset({408, 425, 429})
 # Timeout, too early, too many requests: what routers and proxies before a server say when it is busy. All other 4xx
@@ -203,11 +203,10 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
-    """The router that requests go through. ``retries``: further attempts of a request that it did not answer."""
+class BehindRouter:
+    """Sampling through a router. ``retries``: further attempts of a request that it did not answer."""
 
     router: Router
-    pool: Pool
     exchange: Exchange
     retries: int
 

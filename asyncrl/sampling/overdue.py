@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import anyio
 
 from asyncrl.errors import SamplingError, ServerUnavailable
+from asyncrl.sampling.aborts import end
 from asyncrl.sampling.deadlines import LEAST_S, Evidence, allowed_s, evidence
-from asyncrl.sampling.endings import end
 from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.places import Place
 from asyncrl.sampling.pool import Pool, Running

@@ -10,7 +10,7 @@ import anyio
 
 from asyncrl.errors import SamplingError, ServerUnavailable
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.holdclock import HoldClock
+from asyncrl.sampling.deadlines import HoldClock
 from asyncrl.sampling.replies import Load
 from asyncrl.sampling.transport import Answer
 

@@ -18,7 +18,7 @@ from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.pool import Pool, ServerState
 
-__all__ = ["BackOff", "Recovery", "Restore", "described"]
+__all__ = ["BackOff", "Restore", "Restorer", "described"]
 
 Restore: TypeAlias = Callable[[ServerControl], Awaitable[None]]
 """Brings a server to the current policy, or raises ``SamplingError``, ``PublicationError`` or ``TimeoutError``."""
@@ -41,7 +41,7 @@ class BackOff:
         return longest_s * self._random.uniform(0.5, 1.0)
 
 
-class Recovery:
+class Restorer:
     """Owns which servers are on their way back. ``restore(server)`` may be replaced at any time."""
 
     def __init__(

@@ -26,10 +26,8 @@ __all__ = [
     "DnsSource",
     "FileSource",
     "FixedSource",
-    "Members",
     "ServerSource",
     "check_urls",
-    "follow",
     "source_of",
 ]
 
@@ -72,50 +70,6 @@ class ChangingSource(ServerSource, Protocol):
     async def watch(self, changed: Changed) -> NoReturn:
         """Tell ``changed`` which servers there are, again and again, until it is cancelled."""
         ...
-
-
-class Members(Protocol):
-    """Whose servers follow a source: ``SGLang``."""
-
-    @property
-    def urls(self) -> Sequence[str]:
-        """The servers in use."""
-        ...
-
-    def add(self, url: str) -> None:
-        """Take a server into use."""
-        ...
-
-    def remove(self, url: str) -> None:
-        """Take a server out of use."""
-        ...
-
-    def notice(self, name: str, *, level: str = "warning", **keys: object) -> None:
-        """Report something."""
-        ...
-
-
-async def follow(source: ChangingSource, members: Members) -> None:
-    """Add and remove servers as ``source`` says, until cancelled. A failed look changes nothing, and is told once."""
-    failing = False
-
-    async def changed(found: Sequence[str] | Exception) -> None:
-        nonlocal failing
-        if isinstance(found, Exception):
-            if not failing:
-                members.notice("servers_unknown", source=str(source), reason=str(found))
-            failing = True
-            return
-        failing = False
-        # New ones first: the last server cannot be removed.
-        for url in found:
-            if url not in members.urls:
-                members.add(url)
-        for url in members.urls:
-            if url not in found:
-                members.remove(url)
-
-    await source.watch(changed)
 
 
 class FixedSource:

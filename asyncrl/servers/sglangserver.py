@@ -24,8 +24,7 @@ import orjson
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
 from asyncrl.learning.base import model_vocab_size
-from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.served import ask
+from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, open_client
 from asyncrl.servers.launch import Child, child_process
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions, plan_here, split_gpus

@@ -221,7 +221,11 @@ class ServerCase(Case):
         self.sampler = SGLang(list(servers), transport=network(servers), retries=retries)
         adapters = DiskAdapters(self.learner, directory)
         self.publisher = LoraPublisher(
-            self.learner, self.sampler, adapters, "run", probe=Probe(tokens=np.arange(PROBE_TOKENS, dtype=np.int32))
+            self.learner,
+            self.sampler.fleet,
+            adapters,
+            "run",
+            probe=Probe(tokens=np.arange(PROBE_TOKENS, dtype=np.int32)),
         )
         policy = rl.Policy(self.learner, sampler=self.sampler, publisher=self.publisher)
         self._compose(policy, env, engine or {}, trainer)

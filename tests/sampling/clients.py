@@ -73,8 +73,7 @@ def watch(sampler: SGLang) -> list[str]:
 
 def pool_of(sampler: SGLang) -> Pool:
     """The books of an open client."""
-    assert sampler._fleet is not None
-    return sampler._fleet.pool
+    return sampler.fleet.pool
 
 
 CONTROL_CALLS: dict[str, tuple[str, Callable[[ServerControl], Coroutine[Any, Any, object]]]] = {

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, ProtocolError, SamplingError
-from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.labels import Labels, Writer
 from asyncrl.sampling.replies import adapter_names, context_of, integer, parse_load, ranks_of, scored, shown
-from asyncrl.sampling.served import ask
 from asyncrl.sampling.wire import error_text, parse_segment
 from asyncrl.testing.clock import run_virtual
 from asyncrl.testing.server import Fault
