@@ -21,7 +21,7 @@ from asyncrl.publishing.delivery import JointUpdate
 from asyncrl.publishing.staging import Copies, Folders, Store
 from asyncrl.sampling.control import ServerControl
 
-__all__ = ["Carrier", "DiskCarrier", "TensorCarrier", "is_local", "plan"]
+__all__ = ["Carrier", "DiskCarrier", "TensorCarrier", "is_local", "payload", "plan"]
 
 
 class Carrier(Protocol):
@@ -73,7 +73,7 @@ class TensorCarrier:
         await server.begin_update()
         for number, names in enumerate(parts, start=1):
             bucket, text = await anyio.to_thread.run_sync(
-                _payload, weights, names, self.store.device, is_local(server.url), limiter=self._limiter
+                payload, weights, names, self.store.device, is_local(server.url), limiter=self._limiter
             )
             await server.update_from_tensors([text] * self._ranks[server.url], label if number == len(parts) else None)
             # Not before the answer: until then the server may read this memory.
@@ -97,11 +97,15 @@ def plan(weights: Mapping[str, Any], bucket_bytes: int) -> list[list[str]]:
     return plan_buckets(as_tensors(weights), bucket_bytes)
 
 
-def _payload(
-    weights: Mapping[str, Any], names: Sequence[str], device: str | None, by_handle: bool
+def payload(
+    weights: Mapping[str, Any], names: Sequence[str] | None, device: str | None, by_handle: bool
 ) -> tuple[object, str]:
-    """A bucket, and what a request says about it."""
-    from asyncrl.publishing.torch_buckets import as_tensors, make_bucket, payload
+    """The weights of ``names`` as a bucket, and what a request says about it. None: all, which must be few."""
+    from asyncrl.publishing import torch_buckets
 
-    bucket = make_bucket(as_tensors(weights), names, device if by_handle else "cpu")
-    return bucket, payload(bucket, by_handle=by_handle)
+    tensors = torch_buckets.as_tensors(weights)
+    if names is None:
+        # The widest types first, as in ``plan_buckets``.
+        names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    bucket = torch_buckets.make_bucket(tensors, names, device if by_handle else "cpu")
+    return bucket, torch_buckets.payload(bucket, by_handle=by_handle)

@@ -18,7 +18,7 @@ from asyncrl.learning.base import Learner
 from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import Delivery, JointUpdate
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import Folders, StagedVersion, Staging
+from asyncrl.publishing.staging import Folders, ServerPublisher, StagedVersion
 from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.control import ServerControl
@@ -61,7 +61,7 @@ def check_pause_mode(pause_mode: PauseMode, kv_cache: KVCache | None) -> None:
         )
 
 
-class FullPublisher:
+class FullPublisher(ServerPublisher):
     """Publishes all weights to the servers of ``fleet``.
 
     ``carrier``: how they travel.
@@ -71,6 +71,8 @@ class FullPublisher:
     ``kv_cache``: how old a prefix may be that requests reuse; None if no request should cross an update.
     ``probe``: None makes one for the learner's model. ``writer``: whose weights they are; None is a run of its own.
     """
+
+    pins_versions = False
 
     def __init__(
         self,
@@ -84,25 +86,12 @@ class FullPublisher:
         writer: Writer | None = None,
     ) -> None:
         check_pause_mode(pause_mode, kv_cache)
-        self._fleet = fleet
+        super().__init__(learner, fleet, carrier.store, probe)
         self._carrier = carrier
-        self._staging = Staging(learner, carrier.store, probe)
         self._pause_mode = pause_mode
         self._kv_cache = kv_cache
-        self.newest = -1
-        """The newest published version; -1: none."""
-        self._staged: dict[int, StagedVersion] = {}
         self._delivery = Delivery(fleet, self._install)
         fleet.claim(writer or Writer(), self._delivery.restore, in_place=pause_mode == "in_place")
-
-    @property
-    def pins_versions(self) -> bool:
-        """A server holds one version."""
-        return False
-
-    async def stage(self, version: int) -> None:
-        """Keep the weights and note what the learner says about the probe."""
-        self._staged[version] = await self._staging.stage(version)
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """See ``VersionKeeper``: none, for a server holds one version."""
@@ -124,12 +113,6 @@ class FullPublisher:
     def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
         """The base weights, with a namespace that keeps a new request from reusing the context of older ones."""
         return ModelRef(adapter=None, extra_key=f"v{version if anchor is None else anchor}")
-
-    def pin(self, version: int) -> None:
-        """No older version can be kept."""
-
-    def unpin(self, version: int) -> None:
-        """None was kept."""
 
     async def _install(self, server: ServerControl, staged: StagedVersion, together: JointUpdate) -> float:
         prefixes = Prefixes.at_update(staged.version, self._kv_cache)

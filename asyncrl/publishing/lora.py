@@ -9,22 +9,21 @@ after it was unloaded, and one that comes back is given every version in use.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
 
 from asyncrl.errors import ConfigError, ProbeMismatch, SamplingError, StalenessError
 from asyncrl.learning.base import Learner
-from asyncrl.publishing.carriers import is_local
+from asyncrl.publishing.carriers import is_local, payload
 from asyncrl.publishing.delivery import Delivery, JointUpdate
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import Copies, Folders, StagedVersion, Staging, Store
+from asyncrl.publishing.staging import Copies, Folders, ServerPublisher, StagedVersion, Store
 from asyncrl.publishing.unloading import Unloading
 from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import ModelRef
@@ -79,14 +78,14 @@ class TensorAdapters:
         """See ``AdapterCarrier``."""
         config = await self._learner.adapter_config()
         ranks = await server.tensor_ranks()
-        make = partial(_payload, self.store.weights(version), self.store.device, is_local(server.url))
+        make = partial(payload, self.store.weights(version), None, self.store.device, is_local(server.url))
         bucket, text = await anyio.to_thread.run_sync(make, limiter=self._limiter)
         await server.load_adapter_tensors(name, config, [text] * ranks)
         # Not before the answer: until then the server may read this memory.
         del bucket
 
 
-class LoraPublisher:
+class LoraPublisher(ServerPublisher):
     """Publishes the learner's adapter to the servers of ``fleet``.
 
     ``carrier``: how it travels.
@@ -108,28 +107,14 @@ class LoraPublisher:
         if not _NAME.fullmatch(name):
             raise ConfigError.for_value("policy.name", name, "letters, digits, '.', '_' and '-'")
         writer = writer or Writer()
-        self._fleet = fleet
+        super().__init__(learner, fleet, carrier.store, probe)
         self._carrier = carrier
-        self._staging = Staging(learner, carrier.store, probe)
         # A name is never used twice, not even by a run that resumes: servers may remember what it was.
         self._prefix = f"{name}-{writer.run}-{writer.process}"
         self._ours = re.compile(rf"{re.escape(name)}-{writer.run}-[0-9a-f]{{8}}-v\d+")
-        self._staged: dict[int, StagedVersion] = {}
-        self.newest = -1
-        """The newest published version; -1: none."""
-        self._pins: Counter[int] = Counter()
         self._unloading = Unloading(fleet, self._staging.remove)
         self._delivery = Delivery(fleet, self._install)
         fleet.claim(writer, self._delivery.restore)
-
-    @property
-    def pins_versions(self) -> bool:
-        """Older versions stay loaded while somebody has pinned them."""
-        return True
-
-    async def stage(self, version: int) -> None:
-        """Keep the adapter and note what the learner says about the probe."""
-        self._staged[version] = await self._staging.stage(version)
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """See ``VersionKeeper``. Only adapters on disk outlive a process."""
@@ -149,7 +134,7 @@ class LoraPublisher:
         """Load the staged adapter everywhere; see ``Publisher``."""
         difference = await self._delivery.to_all(self._staged[version])
         self.newest = version
-        self._retire_unused()
+        self._give_up_unused()
         return difference
 
     def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
@@ -157,17 +142,6 @@ class LoraPublisher:
         if version > self.newest or version not in self._staged:
             raise StalenessError(f"version {version} is not loaded; loaded are {sorted(self._staged)}")
         return ModelRef(adapter=self._name(version), extra_key=f"v{version if anchor is None else anchor}")
-
-    def pin(self, version: int) -> None:
-        """Keep ``version`` loaded; see ``Publisher``."""
-        self._pins[version] += 1
-
-    def unpin(self, version: int) -> None:
-        """Undo one ``pin``; what nobody has pinned any more is unloaded."""
-        self._pins[version] -= 1
-        if self._pins[version] == 0:
-            del self._pins[version]
-            self._retire_unused()
 
     async def leave(self) -> None:
         """Unload from all servers in use what this run has loaded there; what fails is left."""
@@ -214,19 +188,8 @@ class LoraPublisher:
         except ProbeMismatch as error:
             raise ProbeMismatch(f"{error}; the weights below the adapter are labelled {below!r}") from error
 
-    def _retire_unused(self) -> None:
+    def _give_up_unused(self) -> None:
         published = sorted(version for version in self._staged if version <= self.newest)
         for version in published[:-_KEPT]:
             if version not in self._pins:
                 self._unloading.retire(self._name(version), self._staged.pop(version))
-
-
-def _payload(weights: Mapping[str, Any], device: str | None, by_handle: bool) -> tuple[object, str]:
-    """The adapter as one bucket, and what a request says about it."""
-    from asyncrl.publishing.torch_buckets import as_tensors, make_bucket, payload
-
-    tensors = as_tensors(weights)
-    # The widest types first, as in ``plan_buckets``; an adapter is small enough for one bucket.
-    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    bucket = make_bucket(tensors, names, device if by_handle else "cpu")
-    return bucket, payload(bucket, by_handle=by_handle)

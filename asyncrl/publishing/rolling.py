@@ -8,7 +8,6 @@ holds the same version.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 
@@ -27,7 +26,7 @@ from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import JointUpdate
 from asyncrl.publishing.full import replace_weights
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import StagedVersion, Staging
+from asyncrl.publishing.staging import ServerPublisher, StagedVersion
 from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.control import ServerControl
@@ -61,7 +60,7 @@ def may_change(serving: Mapping[str, int], pinned: Collection[int], newest: int)
     return changing
 
 
-class RollingPublisher:
+class RollingPublisher(ServerPublisher):
     """Publishes all weights to the servers of ``fleet``, which must be at least two.
 
     ``carrier``: how they travel. ``probe``: None makes one for the learner's model. ``writer``: whose weights they are;
@@ -81,13 +80,8 @@ class RollingPublisher:
         probe: Probe | None = None,
         writer: Writer | None = None,
     ) -> None:
-        self._fleet = fleet
+        super().__init__(learner, fleet, carrier.store, probe)
         self._carrier = carrier
-        self._staging = Staging(learner, carrier.store, probe)
-        self.newest = -1
-        """The newest published version; -1: none."""
-        self._staged: dict[int, StagedVersion] = {}
-        self._pins: Counter[int] = Counter()
         self._target: StagedVersion | None = None
         # Where every server is to get; set when its publication begins.
         self._targets: dict[str, int] = {}
@@ -97,15 +91,6 @@ class RollingPublisher:
         self._mismatch: ProbeMismatch | WeightsOverwritten | None = None
         fleet.claim(writer or Writer(), self._restore)
 
-    @property
-    def pins_versions(self) -> bool:
-        """A version that is pinned keeps a server."""
-        return True
-
-    async def stage(self, version: int) -> None:
-        """Keep the weights and note what the learner says about the probe."""
-        self._staged[version] = await self._staging.stage(version)
-
     async def publish(self, version: int) -> float:
         """Returns when one server serves ``version``; the others follow as they are let go. See ``Publisher``."""
         self._target = self._staged[version]
@@ -114,8 +99,7 @@ class RollingPublisher:
         await self._served(version)
         self.newest = version
         # The version before it is let go by this, unless a trajectory has pinned it.
-        self._roll()
-        self._remove_unused()
+        self._give_up_unused()
         return self._differences[version]
 
     def model_ref(self, version: int, anchor: int | None = None) -> ModelRef:
@@ -124,17 +108,9 @@ class RollingPublisher:
             raise StalenessError(f"version {version} is on no server; published are {sorted(self._staged)}")
         return ModelRef(adapter=None, extra_key=f"v{version if anchor is None else anchor}", replica=True)
 
-    def pin(self, version: int) -> None:
-        """Keep a server at ``version``; see ``Publisher``."""
-        self._pins[version] += 1
-
-    def unpin(self, version: int) -> None:
-        """Undo one ``pin``; a server whose version nobody has pinned takes the newest."""
-        self._pins[version] -= 1
-        if self._pins[version] == 0:
-            del self._pins[version]
-            self._roll()
-            self._remove_unused()
+    def _give_up_unused(self) -> None:
+        self._roll()
+        self._remove_unused()
 
     async def _served(self, version: int) -> None:
         """Wait for a server with ``version``, however long what all servers have is pinned."""
@@ -194,8 +170,7 @@ class RollingPublisher:
         finally:
             self._targets.pop(server.url, None)
         # A newer version may have come meanwhile, or this one still needs a server.
-        self._roll()
-        self._remove_unused()
+        self._give_up_unused()
 
     async def _restore(self, server: ServerControl) -> None:
         """Give a server that was away what is missed most: the newest version, or a pinned one that no server has."""

@@ -1,5 +1,6 @@
 """Staging: a version as the learner holds it now, kept until no server needs it, and what the learner says about it.
 
+Publishers to servers begin with this (``ServerPublisher``).
 What is kept depends on how it will travel: ``Folders`` on disk, or ``Copies`` in memory.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +23,11 @@ from asyncrl.errors import CheckpointError
 from asyncrl.files import check_folder, emptied, flush, remove, seal_folder, settle
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.probe import Probe
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.control import ServerControl
 from asyncrl.types import FloatArray
 
-__all__ = ["Copies", "Folders", "StagedVersion", "Staging", "Store"]
+__all__ = ["Copies", "Folders", "ServerPublisher", "StagedVersion", "Staging", "Store"]
 
 T = TypeVar("T")
 _FOLDER = re.compile(r"(\.)?v(?P<version>[0-9]{6,18})(?P<partial>\.partial)?")
@@ -201,6 +204,41 @@ class Staging:
     async def remove(self, staged: StagedVersion) -> None:
         """Forget a version that no server needs any more."""
         await self._store.remove(staged.version)
+
+
+class ServerPublisher:
+    """What all publishers to servers share: the versions that are staged, and which of them trajectories have pinned.
+
+    ``probe``: None makes one for the learner's model.
+    """
+
+    pins_versions = True
+
+    def __init__(self, learner: Learner, fleet: ServerFleet, store: Store, probe: Probe | None) -> None:
+        self.newest = -1
+        """The newest published version; -1: none."""
+        self._fleet = fleet
+        self._staging = Staging(learner, store, probe)
+        self._staged: dict[int, StagedVersion] = {}
+        self._pins: Counter[int] = Counter()
+
+    async def stage(self, version: int) -> None:
+        """Keep the parameters as they are now, and note what the learner says about the probe."""
+        self._staged[version] = await self._staging.stage(version)
+
+    def pin(self, version: int) -> None:
+        """Keep ``version`` until it is unpinned as often as it was pinned."""
+        self._pins[version] += 1
+
+    def unpin(self, version: int) -> None:
+        """Undo one ``pin``; what nobody has pinned any more is given up."""
+        self._pins[version] -= 1
+        if self._pins[version] == 0:
+            del self._pins[version]
+            self._give_up_unused()
+
+    def _give_up_unused(self) -> None:
+        """Called when the last pin of a version has gone."""
 
 
 def _to_host(weights: dict[str, Any]) -> None:

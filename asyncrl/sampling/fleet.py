@@ -26,7 +26,7 @@ from asyncrl.sampling.loads import LoadMonitor
 from asyncrl.sampling.overdue import Overdue
 from asyncrl.sampling.places import Router
 from asyncrl.sampling.pool import Pool, Running, ServerState
-from asyncrl.sampling.recovery import BackOff, Restore, Restorer, described
+from asyncrl.sampling.recovery import BackOff, Restore, Restorer, described, require_nothing
 from asyncrl.sampling.sources import ChangingSource, ServerSource, check_urls
 from asyncrl.sampling.transport import Client
 from asyncrl.types import Segment
@@ -61,7 +61,7 @@ class Fleet(ServerFleet):
         self.starts_servers = options.starts_servers
         self._options = options
         self._events = events
-        self._restore: Restore = _require_nothing
+        self._restore: Restore = require_nothing
         self._in_place = False
         self._client: Client | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -395,7 +395,3 @@ class Fleet(ServerFleet):
         await self._restore(server)
         if self._servers.get(server.url) is server:
             self._contexts[server.url] = served.context_tokens
-
-
-async def _require_nothing(server: ServerControl) -> None:
-    """Nothing was published yet: a server that answers is as good as any."""

@@ -18,7 +18,7 @@ from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.pool import Pool, ServerState
 
-__all__ = ["BackOff", "Restore", "Restorer", "described"]
+__all__ = ["BackOff", "Restore", "Restorer", "described", "require_nothing"]
 
 Restore: TypeAlias = Callable[[ServerControl], Awaitable[None]]
 """Brings a server to the current policy, or raises ``SamplingError``, ``PublicationError`` or ``TimeoutError``."""
@@ -116,6 +116,10 @@ class Restorer:
                     self.quarantine(server, f"{reason}; then {described(error)}")
             else:
                 return
+
+
+async def require_nothing(server: ServerControl) -> None:
+    """Nothing was published yet: a server that answers is as good as any."""
 
 
 def described(error: BaseException) -> str:
