@@ -6,16 +6,15 @@ Requests that have to end are aborted until they were answered, and taken away i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import anyio
 
 from asyncrl.errors import SamplingError
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.held import Told
-from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.places import Place
 from asyncrl.sampling.pool import Pool, Running
 
@@ -33,10 +32,9 @@ _REPEAT_S = 2.0
 class Aborts:
     """One check for each server, however many requests were aborted there; it is there only while there are some."""
 
-    def __init__(self, pool: Pool, spawn: Callable[[Callable[[], Coroutine[Any, Any, object]]], None], notice: Notify):
+    def __init__(self, pool: Pool, fleet: ServerFleet) -> None:
         self._pool = pool
-        self._spawn = spawn
-        self._notice = notice
+        self._fleet = fleet
         self._open: dict[str, dict[str, int]] = {}
 
     def watch(self, place: Place, rid: str) -> None:
@@ -45,7 +43,7 @@ class Aborts:
             return
         if place.url not in self._open:
             self._open[place.url] = {}
-            self._spawn(partial(self._check, place))
+            self._fleet.spawn(partial(self._check, place))
         self._open[place.url][rid] = 0
 
     async def abort(self, place: Place, rid: str) -> bool:
@@ -55,7 +53,7 @@ class Aborts:
 
     def begin(self, place: Place, rid: str, told: Told) -> None:
         """The same in the background, also while the client is being closed."""
-        self._spawn(partial(self._tell, place, rid, told))
+        self._fleet.spawn(partial(self._tell, place, rid, told))
 
     async def _tell(self, place: Place, rid: str, told: Told) -> None:
         with anyio.CancelScope(shield=True):
@@ -83,7 +81,7 @@ class Aborts:
             for rid in given_up:
                 del tries[rid]
             if given_up:
-                self._notice("requests_not_aborted", url=server.url, count=min(surplus, len(given_up)))
+                self._fleet.notice("requests_not_aborted", url=server.url, count=min(surplus, len(given_up)))
         del self._open[server.url]
 
     async def _repeat(self, server: ServerControl, rids: list[str]) -> None:

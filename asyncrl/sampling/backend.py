@@ -6,19 +6,22 @@ sampler without servers needs no more than ``Sampler``: ``as_backend`` gives it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from asyncrl.events import Events
 from asyncrl.sampling.base import Sampler, SegmentRequest
 from asyncrl.sampling.control import LONG_S, ServerControl
 from asyncrl.sampling.labels import Labels, Writer
-from asyncrl.sampling.recovery import Restore
 from asyncrl.types import Segment
 
-__all__ = ["SamplingBackend", "ServerFleet", "Timeouts", "as_backend"]
+__all__ = ["Restore", "SamplingBackend", "ServerFleet", "Timeouts", "as_backend"]
+
+
+Restore: TypeAlias = Callable[[ServerControl], Awaitable[None]]
+"""Brings a server to the current policy, or raises ``SamplingError``, ``PublicationError`` or ``TimeoutError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,10 @@ class ServerFleet(Protocol):
 
     def serving(self, url: str, version: int | None) -> None:
         """The base weights of ``url`` are ``version``; forgotten when the server goes out."""
+        ...
+
+    def suspect(self, url: str, reason: str) -> None:
+        """Give ``url`` no new request before it was looked at; what runs there goes on."""
         ...
 
     def quarantine(self, url: str, reason: str) -> None:

@@ -16,7 +16,7 @@ import anyio
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice, RequestRepeated
 from asyncrl.sampling.aborts import Aborts, end
-from asyncrl.sampling.backend import ServerFleet, Timeouts
+from asyncrl.sampling.backend import Restore, ServerFleet, Timeouts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.deadlines import HoldClock
@@ -26,7 +26,7 @@ from asyncrl.sampling.loads import LoadMonitor
 from asyncrl.sampling.overdue import Overdue
 from asyncrl.sampling.places import Router
 from asyncrl.sampling.pool import Pool, Running, ServerState
-from asyncrl.sampling.recovery import BackOff, Restore, Restorer, described, require_nothing
+from asyncrl.sampling.recovery import BackOff, Restorer, described, require_nothing
 from asyncrl.sampling.sources import ChangingSource, ServerSource, check_urls
 from asyncrl.sampling.transport import Client
 from asyncrl.types import Segment
@@ -77,19 +77,12 @@ class Fleet(ServerFleet):
         self._back_off = BackOff(options.seed)
         self.pool = Pool(())
         """Who takes requests, and our requests on them."""
-        self._restorer = Restorer(
-            self.pool,
-            self._bring_to_policy,
-            back_off=self._back_off,
-            limit_s=options.timeouts.publication_s,
-            spawn=self._start_soon,
-            notice=self.notice,
-        )
+        self._restorer = Restorer(self.pool, self, self._bring_to_policy, self._back_off)
         self._asked = self.pool if options.router_url is None else Pool((options.router_url,))
         # Where our requests are: on the servers, or all at the router.
         self._exchange = Exchange(
             self._asked,
-            Aborts(self._asked, self._start_soon, self.notice),
+            Aborts(self._asked, self),
             suspect=self.suspect,
             # Behind a router it may be any of them.
             context_of=lambda url: self._contexts.get(url, self.context_tokens),
@@ -125,13 +118,14 @@ class Fleet(ServerFleet):
         """True from the first question to a server to the end of the last task."""
         return self._client is not None
 
-    def require_open(self, name: str) -> None:
-        """Raise ``ConfigError`` that says that ``SGLang.name`` needs open servers."""
+    def _open_tasks(self, name: str) -> anyio.abc.TaskGroup:
+        """What runs in the background. Raises ``ConfigError``, which says that ``SGLang.name`` needs open servers."""
         if self._tasks is None:
             raise ConfigError(
                 f"SGLang.{name} needs open servers, and this one is not open: use it inside "
                 "`async with sampler.opened()`, or while a run uses it"
             )
+        return self._tasks
 
     async def _require(self, urls: Sequence[str]) -> None:
         """Take these servers into use. Raises ``ConfigError`` that names each that does not answer, or is no good."""
@@ -162,14 +156,7 @@ class Fleet(ServerFleet):
         """Watch loads, late requests and the source, in ``tasks`` as everything that runs in the background."""
         self._tasks = tasks
         tasks.start_soon(LoadMonitor(self.pool, self._servers.get, self.notice).run)
-        overdue = Overdue(
-            self._asked,
-            suspect=self.suspect,
-            quarantine=self.quarantine,
-            spawn=self._start_soon,
-            notice=self.notice,
-        )
-        tasks.start_soon(overdue.run)
+        tasks.start_soon(Overdue(self._asked, self).run)
         if isinstance(source, ChangingSource):
             tasks.start_soon(self._follow, source)
 
@@ -197,12 +184,7 @@ class Fleet(ServerFleet):
 
     def spawn(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run ``function`` beside everything else, until it ends or the servers are closed."""
-        self.require_open("fleet.spawn")
-        self._start_soon(function)
-
-    def _start_soon(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        assert self._tasks is not None, "nothing runs before the servers were required"
-        self._tasks.start_soon(function)
+        self._open_tasks("fleet.spawn").start_soon(function)
 
     def notice(self, name: str, *, level: str = "warning", **keys: object) -> None:
         """Report something about the servers."""
@@ -219,7 +201,7 @@ class Fleet(ServerFleet):
 
     async def sample(self, request: SegmentRequest) -> Segment:
         """Ask one server after the other, within the retries."""
-        self.require_open("sample")
+        self._open_tasks("sample")
         self._exchange.require_ids(request.input_ids)
         if self._behind_router is not None:
             return await self._behind_router.sample(request)
@@ -246,7 +228,7 @@ class Fleet(ServerFleet):
 
     async def wait_live(self, version: int | None = None) -> None:
         """Wait until a server takes requests for ``version``. Raises ``ServerUnavailable`` after a time limit."""
-        self.require_open("wait_live")
+        self._open_tasks("wait_live")
         outage_s = self.timeouts.outage_s
         try:
             with anyio.fail_after(outage_s):
@@ -261,7 +243,7 @@ class Fleet(ServerFleet):
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, about who takes requests and of which version, holds."""
-        self.require_open("fleet.wait_until")
+        self._open_tasks("fleet.wait_until")
         await self.pool.changed.wait_until(condition)
 
     @property
@@ -293,7 +275,7 @@ class Fleet(ServerFleet):
 
         Requests beyond it wait in servers and grow old there. Returns what ends the subscription.
         """
-        self.require_open("on_capacity")
+        self._open_tasks("on_capacity")
         return self.pool.on_capacity(callback)
 
     def server_of(self, trajectory: str) -> str | None:
@@ -309,7 +291,7 @@ class Fleet(ServerFleet):
 
     def add(self, url: str) -> None:
         """Take another server into use, as soon as it was brought to the current policy."""
-        self.require_open("add")
+        self._open_tasks("add")
         (url,) = check_urls([url], key="url")
         if url in self.pool.staying:
             raise ConfigError.for_value("url", url, "a server that is not in use")
@@ -320,7 +302,7 @@ class Fleet(ServerFleet):
 
     def remove(self, url: str, *, now: bool = False) -> None:
         """Give a server no new requests and forget it when it has none. ``now``: those that it has move elsewhere."""
-        self.require_open("remove")
+        self._open_tasks("remove")
         url = url.rstrip("/")
         staying = self.pool.staying
         if url not in staying or len(staying) == 1:
@@ -346,7 +328,7 @@ class Fleet(ServerFleet):
 
     async def vacate(self, url: str) -> None:
         """Abort all our requests on ``url`` and wait until they were answered, as ``abort_older`` does."""
-        self.require_open("fleet.vacate")
+        self._open_tasks("fleet.vacate")
         await self._end(url, lambda running: True)
 
     async def abort_older(self, url: str, anchor: int) -> None:
@@ -356,7 +338,7 @@ class Fleet(ServerFleet):
         answered within half a minute is taken away and comes back in the same way. With a router nobody knows what runs
         where: they are aborted, and not waited for.
         """
-        self.require_open("fleet.abort_older")
+        self._open_tasks("fleet.abort_older")
         self._exchange.oldest_anchor = max(self._exchange.oldest_anchor, anchor)
         await self._end(url, lambda running: running.anchor < anchor)
 

@@ -7,7 +7,7 @@ queue, so they are better kept back until they can run: the sum of the limits is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import anyio
 
@@ -16,7 +16,7 @@ from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.pool import UNLIMITED, Pool
 from asyncrl.sampling.replies import Load
 
-__all__ = ["LoadMonitor", "Notify", "adapt", "has_room"]
+__all__ = ["LoadMonitor", "adapt", "has_room"]
 
 _LOOK_S = 2.0
 # Queues change within seconds; an answer costs the server next to nothing. Asked only while it has requests of ours.
@@ -28,14 +28,6 @@ _FEWEST_QUEUED = 8
 _FULL = 0.95
 _ROOMY = 0.85
 _GROWTH = 16
-
-
-class Notify(Protocol):
-    """Reports something about the servers: ``SGLang.notice``."""
-
-    def __call__(self, name: str, *, level: str = "warning", **keys: object) -> None:
-        """Report ``name``."""
-        ...
 
 
 def has_room(load: Load) -> bool:
@@ -72,9 +64,12 @@ def adapt(limit: int, ours: int, load: Load | None) -> int:
 
 
 class LoadMonitor:
-    """Adapts the limits of the servers of ``pool``. ``control(url)`` reaches one, if it was not removed meanwhile."""
+    """Adapts the limits of the servers of ``pool``. ``control(url)`` reaches one, if it was not removed meanwhile.
 
-    def __init__(self, pool: Pool, control: Callable[[str], ServerControl | None], notice: Notify) -> None:
+    ``notice``: see ``ServerFleet``.
+    """
+
+    def __init__(self, pool: Pool, control: Callable[[str], ServerControl | None], notice: Callable[..., None]) -> None:
         self._pool = pool
         self._control = control
         self._notice = notice

@@ -7,16 +7,15 @@ back, and taken away if even that has no effect. Its server is looked at the fir
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import anyio
 
 from asyncrl.errors import SamplingError, ServerUnavailable
 from asyncrl.sampling.aborts import end
+from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.deadlines import LEAST_S, Evidence, allowed_s, evidence
-from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.places import Place
 from asyncrl.sampling.pool import Pool, Running
 
@@ -29,25 +28,11 @@ _QUARANTINED_AT = 2
 
 
 class Overdue:
-    """Watches our requests in ``pool``.
+    """Watches our requests in ``pool``, which are on the servers of ``fleet`` or at a router, which is left alone."""
 
-    ``suspect`` and ``quarantine`` are told the server and the reason; neither knows a router, which is left alone.
-    """
-
-    def __init__(
-        self,
-        pool: Pool,
-        *,
-        suspect: Callable[[str, str], None],
-        quarantine: Callable[[str, str], None],
-        spawn: Callable[[Callable[[], Coroutine[Any, Any, object]]], None],
-        notice: Notify,
-    ) -> None:
+    def __init__(self, pool: Pool, fleet: ServerFleet) -> None:
         self._pool = pool
-        self._suspect = suspect
-        self._quarantine = quarantine
-        self._spawn = spawn
-        self._notice = notice
+        self._fleet = fleet
         self._times: Counter[str] = Counter()
         # How often a server had requests that were late, since it was last quarantined for that.
 
@@ -76,7 +61,7 @@ class Overdue:
             f"{len(late)} of {self._pool.in_flight(url)} requests got no answer, the oldest for "
             f"{late[0].age_s:.0f} s; allowed were {allowed_s(late[0].work, pace, found):.0f} s"
         )
-        self._notice(
+        self._fleet.notice(
             "requests_overdue",
             url=url,
             count=len(late),
@@ -88,12 +73,12 @@ class Overdue:
         )
         self._times[url] += 1
         if self._times[url] < _QUARANTINED_AT:
-            self._suspect(url, reason)
+            self._fleet.suspect(url, reason)
         else:
             del self._times[url]
-            self._quarantine(url, reason)
+            self._fleet.quarantine(url, reason)
         rids = {running.rid for running in late}
-        self._spawn(partial(end, self._pool, url, lambda running: running.rid in rids, place))
+        self._fleet.spawn(partial(end, self._pool, url, lambda running: running.rid in rids, place))
 
     def _late(self, url: str, found: Evidence | None) -> list[Running]:
         """Requests that had more time than they may, oldest first; those that are being ended are left out."""

@@ -7,21 +7,16 @@ publisher; it happens in the background, however often it takes, and only then d
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeAlias
 
 import anyio
 
 from asyncrl.errors import ConfigError, PublicationError, SamplingError
+from asyncrl.sampling.backend import Restore, ServerFleet
 from asyncrl.sampling.control import ServerControl
-from asyncrl.sampling.loads import Notify
 from asyncrl.sampling.pool import Pool, ServerState
 
-__all__ = ["BackOff", "Restore", "Restorer", "described", "require_nothing"]
-
-Restore: TypeAlias = Callable[[ServerControl], Awaitable[None]]
-"""Brings a server to the current policy, or raises ``SamplingError``, ``PublicationError`` or ``TimeoutError``."""
+__all__ = ["BackOff", "Restorer", "described", "require_nothing"]
 
 _FIRST_BACK_OFF_S = 0.5
 _LONGEST_BACK_OFF_S = 30.0
@@ -42,24 +37,13 @@ class BackOff:
 
 
 class Restorer:
-    """Owns which servers are on their way back. ``restore(server)`` may be replaced at any time."""
+    """Owns which servers of ``fleet`` are on their way back, which takes a ``restore(server)`` that succeeds."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        restore: Restore,
-        *,
-        back_off: BackOff,
-        limit_s: float,
-        spawn: Callable[[Callable[[], Coroutine[Any, Any, object]]], None],
-        notice: Notify,
-    ) -> None:
+    def __init__(self, pool: Pool, fleet: ServerFleet, restore: Restore, back_off: BackOff) -> None:
         self._pool = pool
+        self._fleet = fleet
         self._restore = restore
         self._back_off = back_off
-        self._limit_s = limit_s
-        self._spawn = spawn
-        self._notice = notice
         self._returning: dict[str, anyio.CancelScope] = {}
 
     def suspect(self, server: ServerControl, reason: str) -> None:
@@ -75,14 +59,14 @@ class Restorer:
             return
         if state is not ServerState.OUT:
             self._pool.set_state(server.url, ServerState.OUT)
-            self._notice("server_quarantined", url=server.url, reason=reason)
+            self._fleet.notice("server_quarantined", url=server.url, reason=reason)
         self.bring_back(server, reason)
 
     def bring_back(self, server: ServerControl, reason: str, *, at_once: bool = False) -> None:
         """Restore a server that takes no requests, in the background. ``at_once``: it has just been added."""
         if server.url not in self._returning:
             scope = self._returning[server.url] = anyio.CancelScope()
-            self._spawn(partial(self._return, server, reason, scope, at_once))
+            self._fleet.spawn(partial(self._return, server, reason, scope, at_once))
 
     def forget(self, url: str) -> None:
         """``url`` was removed: nobody waits for it any more."""
@@ -97,7 +81,7 @@ class Restorer:
             if self._returning.get(server.url) is scope:
                 del self._returning[server.url]
                 self._pool.set_state(server.url, ServerState.LIVE)
-                self._notice("server_returned", level="info", url=server.url, reason=reason)
+                self._fleet.notice("server_returned", level="info", url=server.url, reason=reason)
 
     async def _restored(self, server: ServerControl, reason: str, *, at_once: bool) -> None:
         """Restore a server, however often it takes. The only way to learn that a server is back is to ask it."""
@@ -106,12 +90,12 @@ class Restorer:
             if failures or (self._pool.state(server.url) is ServerState.OUT and not at_once):
                 await anyio.sleep(self._back_off.seconds(failures + 1))
             try:
-                with anyio.fail_after(self._limit_s):
+                with anyio.fail_after(self._fleet.timeouts.publication_s):
                     await self._restore(server)
             except (SamplingError, PublicationError, ConfigError, TimeoutError) as error:
                 failures += 1
                 if failures == 1 and at_once:
-                    self._notice("server_not_ready", url=server.url, reason=described(error))
+                    self._fleet.notice("server_not_ready", url=server.url, reason=described(error))
                 if failures > 1:
                     self.quarantine(server, f"{reason}; then {described(error)}")
             else:
