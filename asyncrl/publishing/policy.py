@@ -19,7 +19,7 @@ from asyncrl.learning.base import Learner, model_vocab_size
 from asyncrl.publishing.base import BUCKET_BYTES, Publisher
 from asyncrl.publishing.full import check_pause_mode
 from asyncrl.publishing.home import run_of
-from asyncrl.publishing.methods import Home, Publication, PublicationOptions, make_publisher
+from asyncrl.publishing.methods import Home, Publication, Publishing
 from asyncrl.sampling.backend import SamplingBackend, as_backend
 from asyncrl.sampling.base import Sampler
 from asyncrl.sampling.labels import Writer
@@ -71,14 +71,19 @@ class Policy:
         pause_mode: PauseMode = "retract",
         probe_tolerance: float = 1e-3,
     ) -> None:
-        self._publication = PublicationOptions(
+        if publication == "tensors" and sampler is None:
+            raise ConfigError(
+                "publication.method is 'tensors', which the embedded server does not take: use 'disk', or SGLang "
+                "servers"
+            )
+        self._publishing = Publishing(
+            learner=learner,
             method=publication,
             name=name,
             bucket_bytes=bucket_bytes,
             pause_mode=pause_mode,
             probe_tolerance=probe_tolerance,
         )
-        self._publication.check(lora=learner.lora_rank is not None, embedded=sampler is None)
         self.learner = learner
         self._sampler = as_backend(sampler or SGLang.embedded(learner.model_path, threads=sampler_threads))
         if publisher is None and self._sampler.fleet is None:
@@ -105,7 +110,7 @@ class Policy:
     def check_kv_cache(self, kv_cache: KVCache | None) -> None:
         """Refuse a rule of prefixes that updates of the weights would break; ``ConfigError``."""
         if self._publisher is None and self.learner.lora_rank is None:
-            check_pause_mode(self._publication.pause_mode, kv_cache)
+            check_pause_mode(self._publishing.pause_mode, kv_cache)
 
     @asynccontextmanager
     async def opened(
@@ -143,7 +148,7 @@ class Policy:
             publisher, fleet = self._publisher, self._sampler.fleet
             if publisher is None:
                 assert home is not None and fleet is not None, "see __init__"
-                publisher = await make_publisher(self._publication, self.learner, fleet, home, stack, kv_cache=kv_cache)
+                publisher = await self._publishing.publisher(fleet, home, stack, kv_cache=kv_cache)
             yield OpenPolicy(learner=self.learner, sampler=self._sampler, publisher=publisher)
 
     def _own(self, stack: AsyncExitStack, versions_in: Path | None) -> Home:

@@ -183,7 +183,7 @@ def test_a_recipe_says_all_of_it(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     policy = compose(load_recipe(recipe)).engine.policy
-    chosen = policy._publication
+    chosen = policy._publishing
     assert (chosen.method, chosen.pause_mode, chosen.bucket_bytes, chosen.probe_tolerance) == (
         "tensors",
         "abort",
