@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 import anyio
@@ -20,16 +19,16 @@ from asyncrl.publishing.base import Publisher
 from asyncrl.publishing.carriers import Carrier, DiskCarrier, TensorCarrier
 from asyncrl.publishing.distributed import DistributedCarrier
 from asyncrl.publishing.full import FullPublisher
+from asyncrl.publishing.home import Home
 from asyncrl.publishing.lora import AdapterCarrier, DiskAdapters, LoraPublisher, TensorAdapters
 from asyncrl.publishing.probe import Probe
 from asyncrl.publishing.rolling import RollingPublisher
 from asyncrl.publishing.staging import Folders, ServerPublisher
 from asyncrl.sampling.backend import ServerFleet
-from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.scheduling.rules import KVCache
 
-__all__ = ["Home", "Publication", "Publishing"]
+__all__ = ["Publication", "Publishing"]
 
 Publication: TypeAlias = Literal["disk", "tensors", "distributed"]
 """How a version travels: in a folder that servers read, in requests, or (full weights) through a process group."""
@@ -38,18 +37,6 @@ _PHASES = 5
 # Of a publication through a process group: waiting for pauses, joining, sending; and once more, server by server.
 _LEAVE_S = 5.0
 # For unloading what servers need no longer when the run ends.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """Where a run writes its versions, and whose they are."""
-
-    directory: Path
-    is_temporary: bool
-    """True if nobody wants the newest version left there as the result."""
-    own: bool
-    """True if what an earlier process has left there is this run's."""
-    writer: Writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +13,13 @@ import anyio.to_thread
 from asyncrl.concurrency.endings import Endings
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
-from asyncrl.files import locked
 from asyncrl.learning.base import Learner, model_vocab_size
 from asyncrl.publishing.base import BUCKET_BYTES, Publisher
 from asyncrl.publishing.full import check_pause_mode
-from asyncrl.publishing.home import run_of
-from asyncrl.publishing.methods import Home, Publication, Publishing
+from asyncrl.publishing.home import Home
+from asyncrl.publishing.methods import Publication, Publishing
 from asyncrl.sampling.backend import SamplingBackend, as_backend
 from asyncrl.sampling.base import Sampler
-from asyncrl.sampling.labels import Writer
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.scheduling.rules import KVCache
@@ -132,7 +129,7 @@ class Policy:
             stack.callback(self._free)
             home, vocab_size = None, None
             if self._publisher is None:
-                home = await anyio.to_thread.run_sync(self._own, stack, versions_in)
+                home = await anyio.to_thread.run_sync(Home.taken, stack, self._directory, versions_in)
                 # Some servers do not survive ids outside of the vocabulary.
                 vocab_size = await anyio.to_thread.run_sync(model_vocab_size, self.learner.model_path)
             servers = self._sampler.opened(vocab_size=vocab_size, events=events)
@@ -150,23 +147,6 @@ class Policy:
                 assert home is not None and fleet is not None, "see __init__"
                 publisher = await self._publishing.publisher(fleet, home, stack, kv_cache=kv_cache)
             yield OpenPolicy(learner=self.learner, sampler=self._sampler, publisher=publisher)
-
-    def _own(self, stack: AsyncExitStack, versions_in: Path | None) -> Home:
-        """Take the folder of the versions into use."""
-        resumed_in = None if versions_in is None else versions_in.resolve()
-        directory = self._directory or resumed_in
-        if directory is None:
-            temporary = tempfile.TemporaryDirectory(prefix="asyncrl-")
-            stack.callback(temporary.cleanup)
-        else:
-            # Servers read its folders by name: another run in it would give its weights to our servers.
-            stack.enter_context(locked(directory, "policy.directory"))
-        return Home(
-            directory=Path(temporary.name) if directory is None else directory,
-            is_temporary=directory is None,
-            own=resumed_in is not None and directory == resumed_in,
-            writer=Writer() if resumed_in is None else Writer(run=run_of(resumed_in)),
-        )
 
     def _free(self) -> None:
         self._in_use = False
