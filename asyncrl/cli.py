@@ -120,7 +120,7 @@ class Outcome:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from asyncrl.checkpoint.runfile import write_configuration
+    from asyncrl.checkpoint.directory import write_configuration
     from asyncrl.observe.sinks import read_results
 
     started = time.monotonic()

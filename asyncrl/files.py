@@ -143,7 +143,9 @@ def numbered(folder: Path, before: str = "", after: str = "") -> list[int]:
 
 
 def settle(temporary: Path, path: Path) -> None:
-    """Give a flushed file or folder its name, for good."""
+    """Give a flushed file or folder its name, for good; it takes the place of one that has that name."""
+    if temporary.is_dir() and path.is_dir():  # a folder is not replaced in one step
+        shutil.rmtree(path)
     temporary.rename(path)
     sync(path.parent)
     if temporary.parent != path.parent:

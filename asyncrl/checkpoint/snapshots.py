@@ -47,7 +47,7 @@ class Snapshots:
     """Owns ``folder``: snapshots and their token data. Used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.passed_over: CheckpointError | None = None
+        self.damage: CheckpointError | None = None
         """What is wrong with the newest snapshot, if an older one was read."""
         self._folder = folder
         self._tokens = TokenStore(folder)
@@ -94,7 +94,7 @@ class Snapshots:
             except CheckpointError as error:
                 failure = failure or error
                 continue
-            self.passed_over = failure
+            self.damage = failure
             self._kept = [(number, state.n, shards)]
             return state
         if failure is not None:

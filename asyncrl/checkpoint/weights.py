@@ -1,13 +1,15 @@
-"""Saved weights: what the learner needs to go on, in a sealed folder for each version. The newest is kept."""
+"""Saved weights: what the learner needs to go on, in a sealed folder for each version. The newest is kept.
+
+Blocking: call from a worker thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
 from asyncrl.files import check_folder, drafted, emptied, numbered, remove, require_own, seal_folder, settle
-from asyncrl.learning.base import Learner
 
 __all__ = ["SavedWeights"]
 
@@ -16,20 +18,19 @@ _PREFIX = "v"
 
 
 class SavedWeights:
-    """Owns ``folder`` with ``v000020``, ..; ``off_loop`` runs file work in a thread."""
+    """Owns ``folder`` with ``v000020``, .."""
 
-    def __init__(self, folder: Path, off_loop: Callable[[Callable[[], object]], Awaitable[None]]) -> None:
-        self.passed_over: CheckpointError | None = None
+    def __init__(self, folder: Path) -> None:
+        self.damage: CheckpointError | None = None
         """What is wrong with the newest weights, if older ones were found to do."""
         self._folder = folder
-        self._off_loop = off_loop
 
     def versions(self) -> list[int]:
-        """The versions that are there, in order. Blocking."""
+        """The versions that are there, in order."""
         return numbered(self._folder, _PREFIX)
 
     def newest(self, n: int, journal: Collection[int], run: str | None = None) -> tuple[int, int, Path] | None:
-        """Step, version and folder of the newest of ``run`` that is whole; None without any. Blocking: reads it all.
+        """Step, version and folder of the newest of ``run`` that is whole; None without any. Reads it all.
 
         ``CheckpointError`` if a newer one is damaged and the ``journal`` does not have all steps from there to ``n``.
         """
@@ -46,33 +47,30 @@ class SavedWeights:
                 continue
             if failure is not None and not set(journal) >= set(range(about["n"] + 1, n + 1)):
                 break
-            self.passed_over = failure
+            self.damage = failure
             return about["n"], version, path
         if failure is not None:
             raise failure
         return None
 
-    async def save(self, learner: Learner, *, n: int, version: int, run: str = "") -> None:
-        """Save the learner of ``run`` as it is: after step ``n``, at ``version``."""
+    def draft(self, version: int) -> Path:
+        """An empty folder for the learner's state at ``version``; it counts from ``commit`` on."""
+        emptied(folder := drafted(self._path(version)))
+        return folder
+
+    def commit(self, *, n: int, version: int, run: str) -> None:
+        """The draft of ``version`` is the state of ``run`` after step ``n``; all others are removed."""
         path = self._path(version)
-        temporary = drafted(path)
-        await self._off_loop(lambda: emptied(temporary))
-        await learner.save_state(temporary)
-        await self._off_loop(lambda: self._settle(temporary, path, {"n": n, "version": version, "run": run}))
+        seal_folder(drafted(path), _ABOUT, {"n": n, "version": version, "run": run})
+        settle(drafted(path), path)
+        for other in self.versions():
+            if other != version:
+                remove(self._path(other))
 
     def clear(self) -> None:
-        """Forget all. Blocking."""
+        """Forget all."""
         for version in self.versions():
             remove(self._path(version))
 
     def _path(self, version: int) -> Path:
         return self._folder / f"{_PREFIX}{version:06d}"
-
-    def _settle(self, temporary: Path, path: Path, about: Mapping[str, object]) -> None:
-        seal_folder(temporary, _ABOUT, about)
-        if path.exists():
-            remove(path)
-        settle(temporary, path)
-        for version in self.versions():
-            if self._path(version) != path:
-                remove(self._path(version))

@@ -6,7 +6,6 @@ What is kept depends on how it will travel: ``Folders`` on disk, or ``Copies`` i
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ import numpy as np
 import orjson
 
 from asyncrl.errors import CheckpointError
-from asyncrl.files import check_folder, emptied, flush, remove, seal_folder, settle
+from asyncrl.files import check_folder, drafted, emptied, flush, numbered, remove, seal_folder, settle, sweep
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.backend import ServerFleet
@@ -30,7 +29,6 @@ from asyncrl.types import FloatArray
 __all__ = ["Copies", "Folders", "ServerPublisher", "StagedVersion", "Staging", "Store"]
 
 T = TypeVar("T")
-_FOLDER = re.compile(r"(\.)?v(?P<version>[0-9]{6,18})(?P<partial>\.partial)?")
 _ABOUT = "about.json"
 _REFERENCE = "probe.json"
 # Beside the weights of a version: what the learner says about the probe tokens. Servers do not look at it.
@@ -91,7 +89,7 @@ class Folders:
         if self._to_sweep:
             await self.adopt(())
         final = self.folder(version)
-        partial = self._directory / f".{final.name}.partial"
+        partial = drafted(final)
         await self._off_loop(emptied, partial)
         await self._learner.export(partial)
         await self._off_loop(self._settle, partial, final, reference)
@@ -106,12 +104,13 @@ class Folders:
 
     def _adopt(self, versions: frozenset[int]) -> dict[int, FloatArray | None]:
         found: dict[int, FloatArray | None] = {}
-        for folder in self._directory.iterdir() if self._directory.exists() else ():
-            match = _FOLDER.fullmatch(folder.name)
-            if match is None:
-                continue
-            if match["partial"] is None and int(match["version"]) in versions and self._is_whole(folder):
-                found[int(match["version"])] = _read_reference(folder / _REFERENCE)
+        if not self._directory.exists():
+            return found
+        sweep(self._directory)
+        for version in numbered(self._directory, "v"):
+            folder = self.folder(version)
+            if version in versions and self._is_whole(folder):
+                found[version] = _read_reference(folder / _REFERENCE)
             else:
                 remove(folder)
         return found
@@ -132,8 +131,6 @@ class Folders:
             seal_folder(partial, _ABOUT, {})
         else:
             flush(partial)
-        if final.exists():
-            remove(final)
         settle(partial, final)
 
     async def remove(self, version: int) -> None:

@@ -12,43 +12,18 @@ right name. Whether the environment can go on shows when the member gets its tur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import anyio
 
 from asyncrl.checkpoint.state import RunState, started_anew
 from asyncrl.errors import CheckpointError
-from asyncrl.events import Event, Events, MemberResumed
+from asyncrl.events import Events, MemberResumed
 from asyncrl.publishing.base import Publisher, VersionKeeper
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import Trajectory
 
-__all__ = ["ResumeCounts", "begin_late_anew", "find_versions", "renew_unsampled", "require_versions"]
-
-
-class ResumeCounts:
-    """Counts what a resumed run had to do again. Subscribe ``observe``."""
-
-    def __init__(self) -> None:
-        self.steps_replayed = 0
-        self.groups_begun_anew = 0
-        self._recovered = 0
-        self._dropped = 0
-
-    def observe(self, event: Event) -> None:
-        """Count ``event``."""
-        if isinstance(event, MemberResumed):
-            self._recovered += event.recovered
-            self._dropped += not event.recovered
-
-    def metrics(self) -> Mapping[str, float]:
-        """Sums since this process began; the keys are always the same."""
-        return {
-            "recovery/steps_replayed": float(self.steps_replayed),
-            "recovery/groups_begun_anew": float(self.groups_begun_anew),
-            "recovery/trajectories_recovered": float(self._recovered),
-            "recovery/trajectories_dropped_on_resume": float(self._dropped),
-        }
+__all__ = ["begin_late_anew", "find_versions", "renew_unsampled", "require_versions"]
 
 
 def begin_late_anew(state: RunState, *, groups_per_step: int) -> list[dict[str, object]]:

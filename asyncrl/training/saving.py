@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,29 +22,33 @@ import anyio.lowlevel
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from asyncrl.checkpoint.journal import Journal
+from asyncrl.checkpoint.directory import RunDirectory
+from asyncrl.checkpoint.fingerprint import described, rows_digest
 from asyncrl.checkpoint.options import Checkpointing
-from asyncrl.checkpoint.runfile import RunFile
-from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import JournalEntry, RunState
-from asyncrl.checkpoint.weights import SavedWeights
 from asyncrl.concurrency.endings import Endings, WhenBegun, kept, note, noted
 from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
-from asyncrl.events import Events, MemberResumed, Notice
-from asyncrl.files import locked, read_json, reading, sweep, write_json
+from asyncrl.events import Event, Events, MemberResumed, Notice
+from asyncrl.files import locked
 from asyncrl.learning.base import Learner, TrainingSequence
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import told_step
 from asyncrl.publishing.policy import OpenPolicy
+from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.training.plan import TrainingPlan
-from asyncrl.training.resume import ResumeCounts, begin_late_anew, find_versions, renew_unsampled, require_versions
+from asyncrl.training.resume import begin_late_anew, find_versions, renew_unsampled, require_versions
 from asyncrl.types import Row
 
 __all__ = ["NothingSaved", "RunSaver", "Saver"]
 
-_FOLDERS = ("state", "weights", "journal")
-_EVALUATED = "evaluated.json"
+_COUNTED = (
+    "recovery/steps_replayed",
+    "recovery/groups_begun_anew",
+    "recovery/trajectories_recovered",
+    "recovery/trajectories_dropped_on_resume",
+)
+# What was done again because the run was resumed; the keys are always the same.
 _GRACE_S = 30.0
 # The longest that a save at the end of a run may take. What it would have saved is then as old as the save before it.
 
@@ -52,93 +56,100 @@ _GRACE_S = 30.0
 class RunSaver:
     """Owns ``options.directory``. Enter ``opened`` first; then ``state`` is where the run goes on."""
 
-    def __init__(self, options: Checkpointing, events: Events) -> None:
-        self.state = RunState()
-        """As it was found; empty for a new run."""
-        self.evaluated = -1
-        """The newest step after which the policy was measured; -1 if it never was."""
+    resumable = True
+    """Environments are asked for what they need to be brought back."""
+
+    def __init__(
+        self,
+        options: Checkpointing,
+        plan: TrainingPlan,
+        engine: RolloutEngine,
+        rows: Sequence[Row],
+        steps: int,
+        events: Events,
+    ) -> None:
         self.versions_in: Path | None = options.directory / "adapters"
         """For published versions: those that trajectories keep have to be there when the run is resumed."""
-        self._counts = ResumeCounts()
+        self._counts = dict.fromkeys(_COUNTED, 0.0)
         self._chunks: list[Sequence[TrainingSequence]] = []
         # Forward-backward passes of the step under way.
         self._options = options
+        self._plan = plan
+        self._engine = engine
+        self._rows = rows
+        self._steps = steps
         self._events = events
-        self._directory = options.directory
-        self._file = RunFile(self._directory)
-        self._journal = Journal(self._directory / "journal", self._directory / "refused")
+        self._files = RunDirectory(options.directory)
         self._step_thread = anyio.CapacityLimiter(1)
         self._thread = anyio.CapacityLimiter(1)
-        self._weights = SavedWeights(self._directory / "weights", self._off_loop)
-        self._exit = Endings()
         self._saved = (0, 0)
         # Step and version of the newest saved weights.
 
     @property
-    def resumable(self) -> bool:
-        """True: environments are asked for what they need to be brought back."""
-        return True
+    def state(self) -> RunState:
+        """As it was found; empty for a new run."""
+        return self._files.state
 
     @property
-    def _steps_before(self) -> int | None:
-        """Of which length the run was to be so far; None if it is new."""
-        return self._file.steps_before
+    def evaluated(self) -> int:
+        """The newest step after which the policy was measured; -1 if it never was."""
+        return self._files.evaluated
 
     @asynccontextmanager
-    async def opened(
-        self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
-    ) -> AsyncGenerator[None, None]:
-        """Lock the directory and read what is in it; signals cancel the block. ``row(index)`` is that of a group.
+    async def opened(self) -> AsyncGenerator[None, None]:
+        """Lock the directory and read what is in it; signals cancel the block.
 
-        ``plan()`` says what the run is (``runfile.py``; it is called in a thread); ``ConfigError`` if the state in
-        the directory is of another run, if another process uses it, or in a thread that no signal reaches.
+        ``ConfigError`` if the state in the directory is of another run, if another process uses it, or in a thread that
+        no signal reaches; ``CheckpointError`` if something that is needed is missing or damaged.
         """
         signals = self._options.signals
         if signals and threading.current_thread() is not threading.main_thread():
             allowed = "() outside of the main thread, which is the only one that gets signals: run there, or stop by"
             raise ConfigError.for_value("checkpointing.on_signal", self._options.on_signal, f"{allowed} cancelling")
-        async with kept(cancelled_by(signals, on_first=self._say_that_it_stops)), self._exit as stack:
-            lock = locked(self._directory, "checkpointing.run_dir")
+        async with kept(cancelled_by(signals, on_first=self._say_that_it_stops)), Endings() as stack:
+            lock = locked(self._files.path, "checkpointing.run_dir")
             await self._off_loop(lock.__enter__)
             stack.callback(lock.__exit__, None, None, None)
-            await self._off_loop(lambda: self._read(plan(), row, steps))
-            stack.callback(self._snapshots.close)
+            await self._off_loop(self._read)
+            stack.callback(self._files.close)
+            stack.callback(self._events.subscribe(self._count_member, kinds=(MemberResumed,)))
             yield
 
-    async def restore(self, plan: TrainingPlan, steps: int, policy: OpenPolicy) -> int:
+    async def restore(self, policy: OpenPolicy) -> int:
         """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
-        self._exit.callback(self._events.subscribe(self._counts.observe, kinds=(MemberResumed,)))
+        plan, steps, steps_before = self._plan, self._steps, self._files.steps_before
         version = await self._restore_learner(policy.learner, plan.loss)
-        for name, error in self._passed_over():
+        for name, error in self._files.damaged.items():
             self._notice(name, {"reason": str(error)})
-        if self._steps_before is None:
+        if steps_before is None:
             return version
         require_versions(self.state)
         renew_unsampled(self.state)
         if plan.stale_rule.bounded:
             for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
-                self._counts.groups_begun_anew += 1
+                self._counts["recovery/groups_begun_anew"] += 1
                 self._notice("group_begun_anew", late)
         pins = plan.sampling_policy == "trajectory"
         await find_versions(self.state, policy.publisher, pins=pins, events=self._events)
         renew_unsampled(self.state)  # of versions that nobody can load again
         resumed: dict[str, object] = {
-            "directory": str(self._directory),
+            "directory": str(self._files.path),
             "step": self.state.n,
             "version": version,
             "groups": len(self.state.groups),
-            "replayed": self._counts.steps_replayed,
+            "replayed": int(self._counts["recovery/steps_replayed"]),
         }
         self._notice("resumed", resumed, level="info")
-        if plan.optimizer.schedule is not None and steps != self._steps_before and self.state.n < steps:
-            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (self._steps_before, steps))
-            changed = {"steps": steps, "steps_before": self._steps_before, "lr": now, "lr_before": before}
+        if plan.optimizer.schedule is not None and steps != steps_before and self.state.n < steps:
+            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (steps_before, steps))
+            changed = {"steps": steps, "steps_before": steps_before, "lr": now, "lr_before": before}
             self._notice("schedule_stretched", changed)
         return version
 
     async def _restore_learner(self, learner: Learner, loss: Loss) -> int:
         """Bring a learner that has just been opened to the committed parameters; returns their version."""
-        newest = await self._off_loop(lambda: self._weights.newest(self.state.n, self._journal.steps(), self._file.run))
+        journal, weights, run = self._files.journal, self._files.weights, self._files.run
+        newest = await self._off_loop(lambda: weights.newest(self.state.n, journal.steps(), run))
         if newest is not None:
             n, version, folder = newest
             if n > self.state.n:
@@ -152,21 +163,21 @@ class RunSaver:
             # A fresh adapter is random, and who knows whether another release draws the same. The model is on disk.
             if self.state.n > 0:
                 raise CheckpointError(
-                    f"{self._directory / 'weights'} is empty: the adapter of step 0 is missing; put back a copy of it, "
-                    "or begin the run anew in another folder"
+                    f"{self._files.path / 'weights'} is empty: the adapter of step 0 is missing; put back a copy of "
+                    "it, or begin the run anew in another folder"
                 )
-            await self._weights.save(learner, n=0, version=0, run=self._file.run)
+            await self._write_weights(learner, n=0, version=0)
         n, version = self._saved
         for step in range(n + 1, self.state.n + 1):
-            entry = await self._off_loop(partial(self._journal.read, step, run=self._file.run))
+            entry = await self._off_loop(partial(journal.read, step, run=run))
             if entry.version != version:
-                path = self._journal.path(step)
+                path = journal.path(step)
                 raise CheckpointError(f"{path} is a step of version {entry.version}, but the one before made {version}")
             await self._replay(entry, learner, loss)
             version = entry.version_after
         if version != self.state.version:
             raise CheckpointError(
-                f"the parameters in {self._directory} are of version {version}, but its state is of "
+                f"the parameters in {self._files.path} are of version {version}, but its state is of "
                 f"{self.state.version}; put back a copy of what is missing, or use another folder"
             )
         return int(version)
@@ -178,7 +189,7 @@ class RunSaver:
             await learner.forward_backward(chunk, loss)
         if entry.settings is not None:
             await learner.optimizer_step(entry.settings, divisor=entry.divisor)
-            self._counts.steps_replayed += 1
+            self._counts["recovery/steps_replayed"] += 1
 
     def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
         """The step under way has one more forward-backward pass, over these."""
@@ -191,13 +202,13 @@ class RunSaver:
         The entry gets what only this object knows: the run, and the passes of ``add_chunk`` since the last step.
         Cancellation waits for all that. If the learner refuses the step, its batch is kept for inspection.
         """
-        entry = replace(entry, run=self._file.run, chunks=self._chunks)
+        entry = replace(entry, run=self._files.run, chunks=self._chunks)
         self._chunks = []
         with anyio.CancelScope(shield=True):
             failure: LearnerError | None = None
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._in_step_thread, partial(self._journal.draft, entry))
+                    tasks.start_soon(self._in_step_thread, partial(self._files.journal.draft, entry))
                     try:
                         yield
                     except LearnerError as error:
@@ -208,17 +219,16 @@ class RunSaver:
                 note(failure, error)
             if failure is not None:
                 with noted(failure):
-                    path = await self._in_step_thread(partial(self._journal.refuse, entry.n))
+                    path = await self._in_step_thread(partial(self._files.journal.refuse, entry.n))
                     failure.add_note(f"its batch is in {path}")
                 raise failure
-            await self._in_step_thread(partial(self._commit, entry.n))
+            await self._in_step_thread(partial(self._files.commit, entry.n))
 
     async def save_weights(self, learner: Learner, *, n: int, version: int, at_once: bool = False) -> None:
         """Save the parameters, which are those after step ``n``, if that is due or wanted ``at_once``."""
         steps = version - self._saved[1]
         if steps >= self._options.weights_every or (steps > 0 and at_once):
-            await self._weights.save(learner, n=n, version=version, run=self._file.run)
-            self._saved = (n, version)
+            await self._write_weights(learner, n=n, version=version)
 
     def save_regularly(self, tasks: TaskGroup, capture: Callable[[], RunState]) -> None:
         """Save what is being sampled every now and then, in ``tasks``, until they are cancelled."""
@@ -233,17 +243,16 @@ class RunSaver:
                 return
         except OSError as error:
             reason = str(error)
-        keys = {"directory": str(self._directory), "reason": reason}
+        keys = {"directory": str(self._files.path), "reason": reason}
         self._notice("state_not_saved", keys, level="error")
 
     def metrics(self) -> Mapping[str, float]:
-        """What was done again because the run was resumed."""
-        return self._counts.metrics()
+        """What was done again because the run was resumed, since this process began."""
+        return dict(self._counts)
 
     async def note_evaluated(self, n: int) -> None:
         """The policy after step ``n`` was measured, and need not be again."""
-        self.evaluated = n
-        await self._off_loop(lambda: write_json(self._directory / "state" / _EVALUATED, {"n": n}))
+        await self._off_loop(partial(self._files.note_evaluated, n))
 
     def _notice(self, name: str, keys: Mapping[str, object], *, level: str = "warning") -> None:
         self._events.emit(Notice(time=anyio.current_time(), name=name, level=level, keys=keys))
@@ -251,63 +260,35 @@ class RunSaver:
     def _say_that_it_stops(self, number: signal.Signals) -> None:
         self._notice("stopping", {"signal": number.name}, level="info")
 
+    async def _write_weights(self, learner: Learner, *, n: int, version: int) -> None:
+        weights = self._files.weights
+        await learner.save_state(await self._off_loop(partial(weights.draft, version)))
+        await self._off_loop(partial(weights.commit, n=n, version=version, run=self._files.run))
+        self._saved = (n, version)
+
     async def _save_regularly(self, capture: Callable[[], RunState]) -> None:
         while True:
             await anyio.sleep(self._options.rollout_every)
             await self._off_loop(partial(self._save, capture()))
 
-    def _read(self, plan: Mapping[str, Any], row: Callable[[int], Row], steps: int) -> None:
-        folders = [self._directory / name for name in _FOLDERS]
-        for folder in folders:
-            with reading(folder):
-                folder.mkdir(exist_ok=True)
-                sweep(folder)
-        self._snapshots = Snapshots(folders[0])
-        entries = self._journal.steps()
-        weights = self._weights.versions()
-        self._file.read()
-        # Without its file nothing says which run the state is of, and ``check`` refuses it.
-        state = self._snapshots.read(row, self._file.run if self._file.known else None)
-        exists = state is not None or bool(entries) or any(weights)
-        if not self._file.check(plan, exists=exists):
-            # An adapter that nothing was done with, of another run or of nobody knows which.
-            self._weights.clear()
-        self.state = state or RunState()
-        for n in entries:
-            if n > self.state.n:
-                self._apply(n)
-        self._file.require_told(self.state.n, told_step(self._directory))
-        path = folders[0] / _EVALUATED
-        if path.exists():
-            self.evaluated = read_json(path)["n"]
-        self._file.write(plan, steps)
+    def _count_member(self, event: Event) -> None:
+        if isinstance(event, MemberResumed):
+            name = "trajectories_recovered" if event.recovered else "trajectories_dropped_on_resume"
+            self._counts[f"recovery/{name}"] += 1
 
-    def _apply(self, n: int) -> None:
-        path = self._journal.path(n)
-        if n != self.state.n + 1:
-            missing = self._journal.path(self.state.n + 1)
-            raise self._snapshots.passed_over or CheckpointError(
-                f"{missing} is missing, {path.name} is there, and no snapshot of step {n - 1} in state; put back a "
-                "copy of what is missing, or use another folder"
-            )
-        try:
-            self.state.apply(self._journal.read(n, sequences=False, run=self._file.run))
-        except (KeyError, IndexError, TypeError) as error:
-            raise CheckpointError(f"{path} does not go on from the state that was saved: {error!r}") from error
+    def _row(self, group: int) -> Row:
+        return self._rows[group % len(self._rows)]
 
-    def _commit(self, n: int) -> None:
-        self._journal.commit(n)
-        self._file.begin()
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that was stopped. Takes time for many rows."""
+        options = {field.name: getattr(self._plan, field.name) for field in fields(self._plan)}
+        return described({**options, **self._engine.identity(), "rows": rows_digest(self._rows)})
 
-    def _passed_over(self) -> list[tuple[str, CheckpointError]]:
-        """What is damaged and was not needed."""
-        found = (("snapshot_damaged", self._snapshots.passed_over), ("weights_damaged", self._weights.passed_over))
-        return [(name, error) for name, error in found if error is not None]
+    def _read(self) -> None:
+        self._files.read(self._identity(), self._row, self._steps, told_step(self._files.path))
 
     def _save(self, state: RunState) -> None:
-        oldest = self._snapshots.write(replace(state, run=self._file.run))
-        # Of a step before both, neither the parameters nor the groups are needed.
-        self._journal.forget(min(oldest, self._saved[0]))
+        self._files.save(state, weights_step=self._saved[0])
 
     async def _in_step_thread(self, function: Callable[[], Any]) -> Any:
         return await self._run(function, self._step_thread)
@@ -332,15 +313,12 @@ class NothingSaved:
 
     def __init__(self) -> None:
         self.state = RunState()
-        self._counts = ResumeCounts()
 
-    def opened(
-        self, plan: Callable[[], Mapping[str, Any]], row: Callable[[int], Row], steps: int
-    ) -> AbstractAsyncContextManager[None]:
+    def opened(self) -> AbstractAsyncContextManager[None]:
         """There is nothing to open."""
         return nullcontext()
 
-    async def restore(self, plan: TrainingPlan, steps: int, policy: OpenPolicy) -> int:
+    async def restore(self, policy: OpenPolicy) -> int:
         """The policy is as it was opened: version 0."""
         return 0
 
@@ -365,7 +343,7 @@ class NothingSaved:
 
     def metrics(self) -> Mapping[str, float]:
         """Zeros."""
-        return self._counts.metrics()
+        return dict.fromkeys(_COUNTED, 0.0)
 
 
 Saver: TypeAlias = RunSaver | NothingSaved

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Literal
 
 from asyncrl.checkpoint.options import Checkpointing
@@ -20,10 +19,9 @@ from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.worker import refuse_in_worker
 from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch, GroupCompletion, StalePolicy, Truncation
 from asyncrl.training.evaluation import Evaluator
-from asyncrl.training.identity import run_identity
 from asyncrl.training.plan import TrainingPlan, check_acknowledged, check_plan, check_versions
 from asyncrl.training.run import TrainingRun
-from asyncrl.training.saving import NothingSaved, RunSaver
+from asyncrl.training.saving import NothingSaved, RunSaver, Saver
 from asyncrl.types import Row, Step
 
 __all__ = ["AsyncTrainer"]
@@ -110,16 +108,16 @@ class AsyncTrainer:
             raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
 
         async def produce(consumer: Consumer[Step]) -> None:
-            saver = NothingSaved() if self.checkpointing is None else RunSaver(self.checkpointing, self.events)
-            identity = partial(run_identity, self._plan, self.engine, rows)
-            opened = saver.opened(identity, lambda group: rows[group % len(rows)], steps)
+            saver: Saver = NothingSaved()
+            if self.checkpointing is not None:
+                saver = RunSaver(self.checkpointing, self._plan, self.engine, rows, steps, self.events)
             async with (
-                kept(opened),
+                kept(saver.opened()),
                 kept(self.engine.opened(self.events, versions_in=saver.versions_in)) as session,
             ):
                 # How many servers there are may be seen only now; nothing is live on them yet.
                 check_versions(self._plan, kept=session.policy.publisher.pins_versions, settings=self.engine.settings)
-                await session.publish(await saver.restore(self._plan, steps, session.policy))
+                await session.publish(await saver.restore(session.policy))
                 training = TrainingRun(self._plan, session, self.engine, rows, steps, self.evaluator, saver)
                 await training.run(consumer)
 

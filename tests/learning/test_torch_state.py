@@ -82,17 +82,14 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-async def _here(work: Callable[[], object]) -> None:
-    work()
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_damaged_weights_are_never_loaded(model_path: Path, tmp_path: Path, damage: str) -> None:
     """A flipped bit in a tensor is a number like any other: only the seal of the folder tells."""
     learner = TorchLearner(model_path, device="cpu", lora=LORA)
     await learner.open()
-    weights = SavedWeights(tmp_path, _here)
-    await weights.save(learner, n=4, version=4)
+    weights = SavedWeights(tmp_path)
+    await learner.save_state(weights.draft(4))
+    weights.commit(n=4, version=4, run="")
     await learner.close()
     assert weights.newest(4, []) == (4, 4, tmp_path / "v000004")
     for path in (tmp_path / "v000004").iterdir():

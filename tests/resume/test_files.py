@@ -13,8 +13,9 @@ import orjson
 import pytest
 
 from asyncrl.checkpoint import trajectories as store
+from asyncrl.checkpoint.directory import write_configuration
+from asyncrl.checkpoint.fingerprint import rows_digest
 from asyncrl.checkpoint.journal import Journal
-from asyncrl.checkpoint.runfile import rows_digest, write_configuration
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, RunState
 from asyncrl.checkpoint.trajectories import frozen, read_trajectory
