@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -26,16 +25,17 @@ import anyio
 from asyncrl.concurrency.endings import first_error, kept
 from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import ConfigError
-from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished, VersionPublished
 from asyncrl.observe.pipes import lasting_streams
 from asyncrl.plain import shown
-from asyncrl.recipe.config import Recipe, load_recipe
-from asyncrl.servers.serving import add_server_options, serve
+from asyncrl.servers.serving import add_server_flags, serve
+from asyncrl.simulation.options import add_simulation_flags, read_options
 
 if TYPE_CHECKING:
+    from asyncrl.events import Event, Events
     from asyncrl.recipe.compose import ComposedRun
+    from asyncrl.recipe.config import Recipe
 
-__all__ = ["Outcome", "main"]
+__all__ = ["main"]
 
 _SHOW_CURSOR = "\x1b[?25h"
 # The live line hides it.
@@ -86,48 +86,22 @@ class Phase:
 
     def follow(self, events: Events) -> None:
         """Look for the beginning in ``events``."""
+        from asyncrl.events import VersionPublished
+
         events.subscribe(self.observe, kinds=(VersionPublished,))
-
-
-class Outcome:
-    """Collects from the events of a run what its last line says; subscribe ``observe``."""
-
-    def __init__(self) -> None:
-        self._rewards: list[float] = []
-        self._heldout: list[float] = []
-        self._max_age = 0.0
-
-    def observe(self, event: Event) -> None:
-        """Take note of ``event``."""
-        match event:
-            case StepFinished():
-                self._rewards.append(event.metrics.get("reward/mean", math.nan))
-                self._max_age = max(self._max_age, event.metrics.get("staleness/span_age_max", 0.0))
-            case EvaluationFinished():
-                self._heldout.append(event.metrics.get("reward_mean", math.nan))
-
-    def summary(self) -> dict[str, object]:
-        """``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps."""
-        summary: dict[str, object] = {"steps": len(self._rewards), "max_age": int(self._max_age)}
-        if self._rewards:
-            fifth = math.ceil(len(self._rewards) / 5)
-            summary["reward_first"] = _mean(self._rewards[:fifth])
-            summary["reward_last"] = _mean(self._rewards[-fifth:])
-        if self._heldout:
-            summary["heldout_first"] = self._heldout[0]
-            summary["heldout_last"] = self._heldout[-1]
-        return summary
 
 
 def _train(arguments: argparse.Namespace) -> None:
     from asyncrl.checkpoint.directory import write_configuration
+    from asyncrl.events import Notice
     from asyncrl.observe.sinks import read_results
+    from asyncrl.observe.summary import RunSummary
 
     started = time.monotonic()
     recipe = _load(arguments)
     directory = _run_directory(recipe, arguments.run_dir, arguments.resume)
     composed = _compose(recipe, directory)
-    outcome = Outcome()
+    summary = RunSummary()
     earlier: list[Event] = []
     if arguments.resume is None:
         _make_directory(directory)
@@ -139,16 +113,16 @@ def _train(arguments: argparse.Namespace) -> None:
         await _run_steps(composed, directory)
 
     events = composed.trainer.events
-    events.subscribe(outcome.observe)
+    events.subscribe(summary.observe)
     arguments.phase.follow(events)
     with _reporting(recipe, events, steps=composed.steps, debug=arguments.debug):
         for event in earlier:
             if isinstance(event, Notice):
                 events.emit(event)
             else:
-                outcome.observe(event)
+                summary.observe(event)
         stopped = anyio.run(_until_signal, work, backend="asyncio")
-    _print_result({**outcome.summary(), "run_dir": str(directory)}, started, stopped)
+    _print_result({**summary.summary(), "run_dir": str(directory)}, started, stopped)
 
 
 async def _run_steps(composed: ComposedRun, directory: Path) -> None:
@@ -181,7 +155,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    serve(arguments, say=_say, until_signal=_until_signal)
+    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "debug", "phase")}
+    serve(given.pop("backend"), given, say=_say, until_signal=_until_signal)
 
 
 def _install_sglang(arguments: argparse.Namespace) -> None:
@@ -193,9 +168,9 @@ def _install_sglang(arguments: argparse.Namespace) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
+    from asyncrl.recipe.config import load_recipe
     from asyncrl.simulation.command import run_simulation
     from asyncrl.simulation.grid import RunOptions
-    from asyncrl.simulation.options import read_options
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     lora = recipe.learner["lora"]
@@ -216,6 +191,8 @@ def _render(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Recipe:
+    from asyncrl.recipe.config import load_recipe
+
     path = arguments.recipe or _demo_recipe()
     _say(f"loading {path} (importing torch and, the first time, making the model can take half a minute)")
     return load_recipe(path, arguments.overrides)
@@ -311,10 +288,6 @@ def _say(text: str) -> None:
     print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl",
@@ -357,37 +330,8 @@ def _parser() -> argparse.ArgumentParser:
             "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: a new one)"
         )
         folder.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in that folder")
-    _add_simulation_options(simulate)
-    add_server_options(add("serve", _serve, "serve a model folder: the embedded server, or a real SGLang"))
+    add_simulation_flags(simulate)
+    add_server_flags(add("serve", _serve, "serve a model folder: the embedded server, or a real SGLang"))
     install = add("install-sglang", _install_sglang, "make the environment of SGLang's CPU server (some gigabytes)")
     install.add_argument("--directory", type=Path, metavar="DIR", help="where (default: in the cache folder)")
     return parser
-
-
-def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
-    """Numbers stay text here: ``options.py`` reads them, so that its errors name the key and what is allowed."""
-    add = parser.add_argument
-    add("--from", dest="run_directory", type=Path, metavar="DIR", help="replay a finished run, from its events.jsonl")
-    for flag, metavar, text in (
-        ("--max-staleness", "N,..", "bounds to compare (this and the next three: a grid; default: around the recipe)"),
-        ("--admit-ahead", "N,..", "future batches admitted"),
-        ("--concurrency", "N,..", "active trajectories"),
-        ("--oversample", "X,..", "oversample factors"),
-        ("--turns", "N", "turns of a trajectory (default: budget.max_turns)"),
-        ("--turn-tokens", "MEAN[:SIGMA]", "sampled tokens of a turn, log-normal (a quarter of the turn's budget, 0.8)"),
-        ("--seconds-per-token", "ALONE[:EACH]", "of a request alone, and more for each other in flight (0.02:0.0002)"),
-        ("--tool-seconds", "MEAN[:SIGMA]", "the environment's answer between turns, log-normal (1:1)"),
-        ("--train-seconds", "X", "training a batch (as long as sampling its tokens takes)"),
-        ("--publish-seconds", "X", "making a version live (a tenth of the training)"),
-        ("--steps", "N", "steady steps of each point (default: as many as take some 10 seconds in all)"),
-        ("--seed", "N", "of every random choice (0)"),
-    ):
-        add(flag, metavar=metavar, help=text)
-    picture = parser.add_mutually_exclusive_group()
-    picture.add_argument(
-        "--picture",
-        type=Path,
-        metavar="PATH",
-        help="svg or png (default: FOLDER-simulation.svg, of the recipe's folder)",
-    )
-    picture.add_argument("--no-picture", action="store_true", help="draw none")

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl.cli import Outcome, main
+from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, StepFinished
+from asyncrl.observe.summary import RunSummary
 from asyncrl.recipe import compose as composition
 from asyncrl.recipe.compose import ComposedRun
 from asyncrl.recipe.config import Recipe
@@ -102,7 +103,7 @@ def _event(reward: float, age: float) -> StepFinished:
 
 def test_the_summary_compares_the_first_and_last_fifth() -> None:
     """Of 10 steps the first two with the last two; the age is the largest of all."""
-    outcome = Outcome()
+    outcome = RunSummary()
     for step in range(10):
         outcome.observe(_event(float(step), age=2.0 if step == 5 else 0.0))
     outcome.observe(EvaluationFinished(time=0.0, version=0, metrics={"reward_mean": 0.25}))
@@ -119,7 +120,7 @@ def test_the_summary_compares_the_first_and_last_fifth() -> None:
 
 def test_a_summary_without_a_step_claims_no_reward() -> None:
     """A run that was stopped early has nothing to compare."""
-    assert Outcome().summary() == {"steps": 0, "max_age": 0}
+    assert RunSummary().summary() == {"steps": 0, "max_age": 0}
 
 
 def test_training_prints_one_line_and_leaves_its_files(case: _Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from asyncrl.errors import ConfigError
+from asyncrl.flags import add_flags
 
-__all__ = ["Distribution", "Durations", "SimulationOptions", "read_options"]
+__all__ = ["Distribution", "Durations", "SimulationOptions", "add_simulation_flags", "read_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class SimulationOptions:
     """What the command line says beside the recipe."""
 
     run_directory: Path | None = None
-    """replay a finished run, from its events.jsonl"""
+    """A finished run to take the workload from, else ``durations``."""
     max_staleness: tuple[int, ...] | None = None
     """bounds to compare (this and the next three: a grid; default: around the recipe)"""
     admit_ahead: tuple[int, ...] | None = None
@@ -85,6 +87,21 @@ class SimulationOptions:
         """The values that the user gave, by the names of a point's fields; none leaves it to a default grid."""
         given = {name: getattr(self, name) for name in ("max_staleness", "admit_ahead", "concurrency")}
         return {name: values for name, values in (given | {"oversample_factor": self.oversample}).items() if values}
+
+
+def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
+    """Numbers stay text in them: ``read_options`` reads them, and its errors name the flag and what is allowed."""
+    parser.add_argument(
+        "--from", dest="run_directory", type=Path, metavar="DIR", help="replay a finished run, from its events.jsonl"
+    )
+    forms = {int: "N", float: "X", tuple[int, ...]: "N,..", tuple[float, ...]: "X,.."}
+    forms |= {Distribution: "MEAN[:SIGMA]", tuple[float, float]: "ALONE[:EACH]"}
+    others = {"run_directory", "durations", "picture"}
+    add_flags(parser, Durations, get_type_hints(Durations), forms=forms)
+    add_flags(parser, SimulationOptions, get_type_hints(SimulationOptions).keys() - others, forms=forms)
+    picture = parser.add_mutually_exclusive_group()
+    add_flags(picture, SimulationOptions, ("picture",), forms=forms)
+    picture.add_argument("--no-picture", action="store_true", help="draw none")
 
 
 def read_options(arguments: Mapping[str, Any], name: str) -> SimulationOptions:

@@ -76,7 +76,7 @@ async def test_the_server_runs_in_the_foreground_until_a_signal(number: signal.S
     script = f"""
 import sys
 from asyncrl.cli import main
-from asyncrl.sampling import sglangcommand
+from asyncrl.servers import sglangcommand
 from asyncrl.servers.sglangcommand import Command
 sglangcommand.plan_command = lambda options, machine: Command(
     arguments=(sys.executable, "-c", {STAND_IN!r}, str(options.port)), environment={{}}, secrets={{}}

@@ -1,0 +1,63 @@
+"""Flags of a command line from the fields of a dataclass: one for each, with the docstring below it as its help."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = ["add_flags"]
+
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", tuple[str, ...]: "TEXT"}
+
+
+def add_flags(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    kind: type,
+    names: Collection[str],
+    *,
+    forms: Mapping[Any, str] | None = None,
+) -> None:
+    """Add a flag of the same type for each field of the dataclass ``kind`` that is in ``names``.
+
+    Flags that are not given are not among the arguments, so that the defaults are those of the dataclass. With
+    ``forms``, what values of each type look like, all but paths stay text and are None if they are not given.
+    """
+    hints, docs = get_type_hints(kind), _docs(kind)
+    for field in dataclasses.fields(kind):
+        if field.name in names:
+            parts = [part for part in get_args(hints[field.name]) if part is not NoneType]
+            hint = parts[0] if type(hints[field.name]) is UnionType else hints[field.name]
+            parser.add_argument(
+                "--" + field.name.replace("_", "-"),
+                help=docs.get(field.name, "").replace("``", "").replace("%", "%%"),
+                default=argparse.SUPPRESS if forms is None else None,
+                required=field.default is dataclasses.MISSING,
+                **(_typed(hint) if forms is None or hint is Path else {"metavar": forms[hint]}),
+            )
+
+
+def _typed(hint: Any) -> dict[str, Any]:
+    """How ``argparse`` reads a value of this type."""
+    if hint is bool:
+        return {"action": "store_true"}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    return {"metavar": _METAVARS[hint], **({"nargs": "+"} if get_origin(hint) is tuple else {"type": hint})}
+
+
+def _docs(kind: type) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass."""
+    [definition] = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(ast.literal_eval(below.value)).split())
+        for field, below in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)
+    }
