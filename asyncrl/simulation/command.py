@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncrl.errors import ConfigError
+from asyncrl.servers.machine import has_module
 from asyncrl.simulation.grid import Admits, Point, RunOptions, default_grid, given_grid
-from asyncrl.simulation.options import SimulationOptions
+from asyncrl.simulation.options import NO_MATPLOTLIB, SimulationOptions
 from asyncrl.simulation.recorded import Recording, read_run
 from asyncrl.simulation.report import as_json, describe, print_table, rate
 from asyncrl.simulation.simulate import Outcome, Simulation, total_steps
@@ -54,7 +55,9 @@ def run_simulation(run: RunOptions, options: SimulationOptions, say: Callable[[s
         simulated = outcomes[0].steps_per_hour
         off = simulated / measured - 1
         say(f"the run itself did {rate(measured)} steps an hour; simulated: {rate(simulated)} ({off:+.1%})")
-    if options.picture is not None:
+    if options.picture is not None and not has_module("matplotlib"):
+        say(NO_MATPLOTLIB)
+    elif options.picture is not None:
         from asyncrl.simulation.picture import draw_picture
 
         draw_picture(outcomes, options.picture, name=run.name, measured=measured)

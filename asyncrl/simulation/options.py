@@ -13,8 +13,12 @@ from typing import Any, get_type_hints
 
 from asyncrl.errors import ConfigError
 from asyncrl.flags import add_flags
+from asyncrl.servers.machine import has_module
 
-__all__ = ["Distribution", "Durations", "SimulationOptions", "add_simulation_flags", "read_options"]
+__all__ = ["NO_MATPLOTLIB", "Distribution", "Durations", "SimulationOptions", "add_simulation_flags", "read_options"]
+
+
+NO_MATPLOTLIB = "a picture needs matplotlib, which `pip install 'asyncrl[plot]'` adds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ def read_options(arguments: Mapping[str, Any], name: str) -> SimulationOptions:
     ``name``: of the default picture; ``no_picture`` among the arguments leaves it out.
     """
     picture = None if arguments["no_picture"] else arguments["picture"] or Path(f"{name}-simulation.svg")
+    if arguments["picture"] is not None and not has_module("matplotlib"):
+        raise ConfigError.for_value("--picture", str(picture), f"left out: {NO_MATPLOTLIB}")
     return SimulationOptions(
         run_directory=arguments["run_directory"],
         picture=picture if picture is None else _picture(picture),

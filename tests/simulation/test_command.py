@@ -179,6 +179,22 @@ def test_a_picture_is_drawn(command: _Command, suffix: str) -> None:
     assert pictures[0].startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
 
 
+def test_without_matplotlib_the_extra_that_adds_it_is_named(
+    command: _Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A picture that was asked for is refused before anything is simulated, the one that nobody named is left out."""
+    for module in ("options", "command"):
+        monkeypatch.setattr(f"asyncrl.simulation.{module}.has_module", lambda name: False)
+    monkeypatch.chdir(tmp_path)
+    code, lines, errors = command.run("--max-staleness", "1", "--steps", "1")
+    assert (code, len(lines)) == (0, 1)
+    assert "pip install 'asyncrl[plot]'" in errors
+    code, lines, errors = command.run("--picture", "plot.svg")
+    assert (code, lines) == (2, [])
+    assert "--picture is 'plot.svg', but must be left out: " in errors
+    assert "pip install 'asyncrl[plot]'" in errors
+
+
 @pytest.mark.slow
 def test_a_simulation_imports_neither_torch_nor_the_environment(command: _Command) -> None:
     """Without a picture matplotlib is not loaded either; the recipe's env.py does not exist."""
