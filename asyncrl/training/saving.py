@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,14 +29,13 @@ from asyncrl.checkpoint.state import JournalEntry, RunState
 from asyncrl.concurrency.endings import Endings, WhenBegun, kept, note, noted
 from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
-from asyncrl.events import Event, Events, MemberResumed, Notice
+from asyncrl.events import Event, MemberResumed, Notice
 from asyncrl.files import locked
 from asyncrl.learning.base import Learner, TrainingSequence
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import told_step
 from asyncrl.publishing.policy import OpenPolicy
-from asyncrl.rollout.engine import RolloutEngine
-from asyncrl.training.plan import TrainingPlan
+from asyncrl.training.options import TrainingOptions
 from asyncrl.training.resume import begin_late_anew, find_versions, renew_unsampled, require_versions
 from asyncrl.types import Row
 
@@ -62,11 +61,9 @@ class RunSaver:
     def __init__(
         self,
         options: Checkpointing,
-        plan: TrainingPlan,
-        engine: RolloutEngine,
+        training: TrainingOptions,
         rows: Sequence[Row],
         steps: int,
-        events: Events,
     ) -> None:
         self.versions_in: Path | None = options.directory / "adapters"
         """For published versions: those that trajectories keep have to be there when the run is resumed."""
@@ -74,11 +71,10 @@ class RunSaver:
         self._chunks: list[Sequence[TrainingSequence]] = []
         # Forward-backward passes of the step under way.
         self._options = options
-        self._plan = plan
-        self._engine = engine
+        self._training = training
         self._rows = rows
         self._steps = steps
-        self._events = events
+        self._events = training.events
         self._files = RunDirectory(options.directory)
         self._step_thread = anyio.CapacityLimiter(1)
         self._thread = anyio.CapacityLimiter(1)
@@ -117,19 +113,19 @@ class RunSaver:
 
     async def restore(self, policy: OpenPolicy) -> int:
         """Bring a policy that has just been opened to where ``state`` is; returns the version to publish first."""
-        plan, steps, steps_before = self._plan, self._steps, self._files.steps_before
-        version = await self._restore_learner(policy.learner, plan.loss)
+        training, steps, steps_before = self._training, self._steps, self._files.steps_before
+        version = await self._restore_learner(policy.learner, training.loss_object)
         for name, error in self._files.damaged.items():
             self._notice(name, {"reason": str(error)})
         if steps_before is None:
             return version
         require_versions(self.state)
         renew_unsampled(self.state)
-        if plan.stale_rule.bounded:
-            for late in begin_late_anew(self.state, groups_per_step=plan.groups_per_step):
+        if training.stale_rule.bounded:
+            for late in begin_late_anew(self.state, groups_per_step=training.groups_per_step):
                 self._counts["recovery/groups_begun_anew"] += 1
                 self._notice("group_begun_anew", late)
-        pins = plan.sampling_policy == "trajectory"
+        pins = training.engine.sampling_policy == "trajectory"
         await find_versions(self.state, policy.publisher, pins=pins, events=self._events)
         renew_unsampled(self.state)  # of versions that nobody can load again
         resumed: dict[str, object] = {
@@ -140,8 +136,8 @@ class RunSaver:
             "replayed": int(self._counts["recovery/steps_replayed"]),
         }
         self._notice("resumed", resumed, level="info")
-        if plan.optimizer.schedule is not None and steps != steps_before and self.state.n < steps:
-            before, now = (plan.optimizer.settings(self.state.n, most).lr for most in (steps_before, steps))
+        if training.optimizer.schedule is not None and steps != steps_before and self.state.n < steps:
+            before, now = (training.optimizer.settings(self.state.n, most).lr for most in (steps_before, steps))
             changed = {"steps": steps, "steps_before": steps_before, "lr": now, "lr_before": before}
             self._notice("schedule_stretched", changed)
         return version
@@ -281,8 +277,7 @@ class RunSaver:
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that was stopped. Takes time for many rows."""
-        options = {field.name: getattr(self._plan, field.name) for field in fields(self._plan)}
-        return described({**options, **self._engine.identity(), "rows": rows_digest(self._rows)})
+        return described({**self._training.identity(), "rows": rows_digest(self._rows)})
 
     def _read(self) -> None:
         self._files.read(self._identity(), self._row, self._steps, told_step(self._files.path))

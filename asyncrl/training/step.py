@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import anyio
 import anyio.lowlevel
@@ -19,18 +19,15 @@ from asyncrl.events import (
     ChunkTrained,
     GroupConsumed,
     LearnerStepped,
+    StepFinished,
     VersionCommitted,
 )
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 from asyncrl.observe.metrics import BatchMetrics
-from asyncrl.rollout.engine import EngineSession
-from asyncrl.scheduling.admission import Admission
-from asyncrl.scheduling.batches import Batches
+from asyncrl.plain import numbers
 from asyncrl.training.assembly import StepAssembly
-from asyncrl.training.plan import TrainingPlan
-from asyncrl.training.record import RunRecord
-from asyncrl.training.saving import Saver
-from asyncrl.types import BarrierWait, DropReason, Group
+from asyncrl.training.run import TrainingRun
+from asyncrl.types import BarrierWait, DropReason, Group, Step
 
 __all__ = ["Phase", "PhaseTimes", "TrainerStep"]
 
@@ -65,203 +62,210 @@ class PhaseTimes:
 
 
 class TrainerStep:
-    """The ``n``-th step of a run. ``run`` it once; then its attributes say what it did."""
+    """The ``n``-th step of a run; while it is entered, ``take`` and ``forward_backward`` in turn, and then ``commit``.
 
-    def __init__(
-        self,
-        n: int,
-        plan: TrainingPlan,
-        session: EngineSession,
-        admission: Admission,
-        batches: Batches,
-        record: RunRecord,
-        saver: Saver,
-    ) -> None:
+    If the block fails before the commit, the learner forgets the gradient; if it fails after it, the step is reported
+    all the same, for it has happened. Left in order, it is reported by ``finish``.
+    """
+
+    def __init__(self, run: TrainingRun, n: int) -> None:
+        options = run.options
         self.n = n
-        self.version = session.clock.committed
         self.groups: list[Group] = []
-        self.is_committed = False
-        """Nothing can undo it any more."""
-        self.waits: tuple[BarrierWait, ...] = ()
         self.times = PhaseTimes()
-        self.optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
-        self.assembly = StepAssembly(
-            advantage=plan.advantage,
-            normalize=plan.normalize,
-            truncation=plan.truncation,
-            min_members=plan.completion.min_members,
-            temperature=session.settings.temperature,
-            version=self.version,
-            max_staleness=None if plan.stale_rule.unbounded else plan.max_staleness,
-            mask_stale=plan.stale_rule.masked,
+        self._run = run
+        self._options = options
+        self._events = run.events
+        self._learner = run.session.policy.learner
+        self._version = run.clock.committed
+        self._wanted = options.groups_per_step
+        # Groups that are still to be taken.
+        self._is_committed = False
+        # Nothing can undo it any more.
+        self._waits: tuple[BarrierWait, ...] = ()
+        self._optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
+        self._assembly = StepAssembly(
+            advantage=options.advantage,
+            normalize=options.normalize,
+            truncation=options.truncation,
+            min_members=options.completion.min_members,
+            temperature=run.session.settings.temperature,
+            version=self._version,
+            max_staleness=None if options.stale_rule.unbounded else options.max_staleness,
+            mask_stale=options.stale_rule.masked,
         )
-        self.batch = BatchMetrics(
-            version=self.version,
-            max_staleness=plan.max_staleness,
-            masked=plan.stale_rule.masked,
-            tools=session.tools,
+        self._batch = BatchMetrics(
+            version=self._version,
+            max_staleness=options.max_staleness,
+            masked=options.stale_rule.masked,
+            tools=run.session.tools,
         )
-        self._plan = plan
-        self._session = session
-        self._learner = session.policy.learner
-        self._admission = admission
-        self._batches = batches
-        self._record = record
-        self._saver = saver
-        record.begin(self.groups)
+        run.record.begin(self.groups)
 
-    async def run(self, size: int, *, steps: int) -> bool:
-        """Train on ``size`` groups, of a run of ``steps``; True if that made a version, which is then staged.
+    async def __aenter__(self) -> Self:
+        return self
 
-        On fewer, or none, if the rows have come to an end. If it does not come that far, the learner forgets the
-        gradient.
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        with noted(error):
+            if self._is_committed:
+                self.finish(0.0)
+            else:
+                with anyio.CancelScope(shield=True):
+                    await self._learner.discard_gradients()
+
+    @property
+    def wants_groups(self) -> bool:
+        """True until the batch is complete, or the rows have come to an end."""
+        return self._wanted > 0
+
+    async def take(self) -> list[Group]:
+        """Take the batch, or a chunk of it if sampling and training overlap; fewer or no groups if no others are left.
+
+        Waits for finished groups, and for the barrier.
         """
-        try:
-            await self._forward_backward(size)
-            if not self.assembly.has_gradient:
-                await self._end_without_gradient()
-                return False
-            await self._update(steps)
-        except BaseException as error:
-            with noted(error), anyio.CancelScope(shield=True):
-                await self._learner.discard_gradients()
-            raise
-        return True
+        if self._options.overlap is None:
+            groups = await self._take_batch()
+            self._wanted = 0
+        else:
+            groups = await self._run.batches.take_chunk(self._wanted, self._options.overlap)
+            self._wanted = self._run.batches.left(self._wanted - len(groups)) if groups else 0
+            self._end_wait()
+        self.groups += groups
+        if groups:
+            indices = tuple(group.index for group in groups)
+            now = anyio.current_time()
+            self._events.emit(BatchTaken(time=now, n=self.n, version=self._version, groups=indices))
+        return groups
 
-    def metrics(self) -> Mapping[str, float]:
-        """How the batch was assembled and trained, and how long that took; see ``batch`` for what it was."""
+    async def forward_backward(self, groups: Sequence[Group]) -> None:
+        """Add the gradient of ``groups``, which were taken last."""
+        sequences = await self._assemble(groups, last=not self.wants_groups)
+        if sequences:
+            self._run.saver.add_chunk(sequences)
+            await self._backward(sequences)
+        self.times.end("forward_backward")
+
+    async def commit(self) -> int | None:
+        """Step the optimizer, and commit the version that this makes; None if nothing in the batch has a gradient.
+
+        The rows are used up either way.
+        """
+        started = anyio.current_time()
+        run, settings = self._run, None
+        if self._assembly.has_gradient:
+            settings = self._options.optimizer.settings(self.n - 1, run.steps)
+        consumed = self._consumed()
+        async with self._written(settings, consumed):
+            if settings is not None:
+                self._optimized = await self._learner.optimizer_step(settings, divisor=self._assembly.divisor)
+        # From here to the end of the commit there is no await. Every owner counts the step as made, before anybody is
+        # told: an observer may raise.
+        version = None if settings is None else run.clock.commit()
+        run.admission.settle(version)
+        self._is_committed = True
+        run.record.commit(self.n)
+        if version is not None:
+            now = anyio.current_time()
+            self._events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
+            self._events.emit(VersionCommitted(time=now, version=version))
+        for event in consumed:
+            self._events.emit(event)
+        if version is not None:
+            self.times.end("optimizer")
+        run.observers.untrained.add(self.groups, version=self._version, made_version=version is not None)
+        return version
+
+    def finish(self, evaluation_s: float) -> Step:
+        """Report the step, after which an evaluation took ``evaluation_s`` seconds; what the caller gets of it."""
+        # A learner of the user's own reports what it likes; a logger gets floats.
+        metrics = numbers({**self._metrics(), "evaluation/seconds": evaluation_s})
+        now, model_step = anyio.current_time(), self._run.clock.committed
+        self._events.emit(StepFinished(time=now, n=self.n, model_step=model_step, metrics=metrics))
+        trajectories = [member for group in self.groups for member in group.members_G]
+        return Step(n=self.n, model_step=model_step, metrics=metrics, trajectories=trajectories, waits=self._waits)
+
+    def _metrics(self) -> Mapping[str, float]:
+        self._run.observers.recorder.waste(self._assembly.wasted_tokens)
+        batch = self._batch.metrics()
         return {
-            **self.assembly.metrics(),
+            **self._run.interval_metrics(),
+            **self._run.record.keep_columns(batch),
+            **batch,
+            **self._assembly.metrics(),
             **self.times.metrics(),
-            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self._plan.loss.diagnostics)},
-            **{f"loss/{key}": value for key, value in self.assembly.losses().items()},
-            **{f"optimizer/{key}": value for key, value in self.optimized.items()},
+            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self._options.loss_object.diagnostics)},
+            **{f"loss/{key}": value for key, value in self._assembly.losses().items()},
+            **{f"optimizer/{key}": value for key, value in self._optimized.items()},
         }
 
-    async def _forward_backward(self, remaining: int) -> None:
-        """Take the batch, whole or in chunks, and accumulate its gradient."""
-        while remaining:
-            if self._plan.overlap is None:
-                chunk = await self._take(remaining)
-                remaining = 0
-            else:
-                chunk = await self._batches.take_chunk(remaining, self._plan.overlap)
-                remaining = self._batches.left(remaining - len(chunk)) if chunk else 0
-                self._end_wait()
-            self.groups += chunk
-            if chunk:
-                indices = tuple(group.index for group in chunk)
-                self._session.events.emit(
-                    BatchTaken(time=anyio.current_time(), n=self.n, version=self.version, groups=indices)
-                )
-            sequences = await self._assemble(chunk, last=not remaining)
-            if sequences:
-                self._saver.add_chunk(sequences)
-                await self._train(sequences)
-            self.times.end("forward_backward")
-
-    async def _take(self, size: int) -> list[Group]:
-        batch = await self._batches.take(size)
-        self.waits = tuple(self._batches.waits)
-        self._batches.waits.clear()
-        self._end_wait(barrier=sum(wait.seconds for wait in self.waits))
-        for wait in self.waits:
-            self._session.events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
-        return batch
+    async def _take_batch(self) -> list[Group]:
+        batches = self._run.batches
+        groups = await batches.take(self._wanted)
+        self._waits = tuple(batches.waits)
+        batches.waits.clear()
+        self._end_wait(barrier=sum(wait.seconds for wait in self._waits))
+        for wait in self._waits:
+            self._events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
+        return groups
 
     def _end_wait(self, *, barrier: float = 0.0) -> None:
-        published = self._admission.slot_wait.take()
+        published = self._run.admission.slot_wait.take()
         self.times.end("wait_for_samples", of_which={"barrier": barrier, "publication": published})
 
     async def _assemble(self, groups: Sequence[Group], *, last: bool) -> list[TrainingSequence]:
         """Group by group: a batch of thousands is a second of work, and samples and tools are served in between."""
         sequences: list[TrainingSequence] = []
         for group in groups:
-            sequences += self.assembly.add([group])
-            self.batch.add(group)
+            sequences += self._assembly.add([group])
+            self._batch.add(group)
             await anyio.lowlevel.checkpoint()
         if last:
-            for waiting in self.assembly.finish():
+            for waiting in self._assembly.finish():
                 sequences += waiting
                 await anyio.lowlevel.checkpoint()
         return sequences
 
-    async def _train(self, sequences: Sequence[TrainingSequence]) -> None:
+    async def _backward(self, sequences: Sequence[TrainingSequence]) -> None:
         started = anyio.current_time()
-        if self._plan.loss.needs_proximal:
+        loss = self._options.loss_object
+        if loss.needs_proximal:
             await self._learner.prepare_step(sequences)
-        result = await self._learner.forward_backward(sequences, self._plan.loss)
+        result = await self._learner.forward_backward(sequences, loss)
         if not math.isfinite(result.sums.get("loss", 0.0)):
             async with self._written(None, []):
                 raise NonFiniteError(f"the loss of a pass of step {self.n} is {result.sums['loss']}; no step was taken")
-        self.assembly.record(result)
+        self._assembly.record(result)
         now = anyio.current_time()
-        self._session.events.emit(
+        self._events.emit(
             ChunkTrained(time=now, n=self.n, sequences=len(sequences), tokens=result.tokens, seconds=now - started)
         )
-
-    async def _update(self, steps: int) -> None:
-        """The optimizer step, its version, and that version's snapshot for the publisher."""
-        started = anyio.current_time()
-        settings = self._plan.optimizer.settings(self.n - 1, steps)
-        consumed = self._consumed()
-        async with self._written(settings, consumed):
-            self.optimized = await self._learner.optimizer_step(settings, divisor=self.assembly.divisor)
-        # From here to the end of the commit there is no await.
-        version = self._session.clock.commit()
-        self._settle(version)
-        now = anyio.current_time()
-        self._session.events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
-        self._session.events.emit(VersionCommitted(time=now, version=version))
-        self._tell(consumed)
-        self.times.end("optimizer")
-        await self._session.stage(version)
-        self.times.end("publication")
-
-    async def _end_without_gradient(self) -> None:
-        """No version is made, but the rows are used up."""
-        consumed = self._consumed()
-        if self.groups:
-            async with self._written(None, consumed):
-                pass
-        self._settle(None)
-        self._tell(consumed)
 
     def _written(
         self, settings: OptimizerSettings | None, consumed: Sequence[GroupConsumed]
     ) -> AbstractAsyncContextManager[None]:
         """The block makes the step happen; it is on disk when the block is left, if anything is kept."""
-        entry = self._record.entry(
+        entry = self._run.record.entry(
             n=self.n,
-            version=self.version,
+            version=self._version,
             consumed=consumed,
-            loss=self._plan.loss,
-            divisor=self.assembly.divisor,
+            loss=self._options.loss_object,
+            divisor=self._assembly.divisor,
             settings=settings,
         )
-        return self._saver.step(entry)
-
-    def _settle(self, version: int | None) -> None:
-        """Every owner counts the step as made, before anybody is told: an observer may raise."""
-        self._admission.settle(version)
-        self.is_committed = bool(self.groups)
-        self._record.commit(self.n)
-
-    def _tell(self, consumed: Sequence[GroupConsumed]) -> None:
-        """Report what became of the members."""
-        for event in consumed:
-            self._session.events.emit(event)
+        return self._run.saver.step(entry)
 
     def _consumed(self) -> list[GroupConsumed]:
         """What becomes of the members of the batch."""
         now = anyio.current_time()
         events = []
-        discards = self._plan.completion.stragglers == "discard"
+        discards = self._options.completion.stragglers == "discard"
         for group in self.groups:
             dropped = Counter(member.dropped.value for member in group.members_G if member.dropped is not None)
             trained = len(group.members_G) - dropped.total()
             if discards:
-                dropped[DropReason.STRAGGLER.value] += self._plan.group_size - len(group.members_G)
+                dropped[DropReason.STRAGGLER.value] += self._options.group_size - len(group.members_G)
             events.append(
                 GroupConsumed(
                     time=now,

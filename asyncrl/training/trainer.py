@@ -1,93 +1,98 @@
-"""AsyncTrainer: the options of a run, checked, and what is open during it. The run itself is a ``TrainingRun``."""
+"""AsyncTrainer: sample, wait for the barrier, train, commit, publish, again.
+
+Four loops run beside each other in one task group; their only shared state is the owners in ``scheduling``::
+
+    loop        consumes              produces            waits for                       unblocked by
+    admission   rows                  groups (tasks)      a slot                          publication, a dropped group
+    group       a reservation         a finished group    its members                     sampler and environment
+    trainer     a batch of groups     a version           enough groups, and the barrier  a finished group
+    publisher   a staged version      a published one     the servers                     their acknowledgement
+
+The trainer's steps are in lock-step with the caller's loop: the next one starts when the caller asks for it. Sampling
+does not wait for the caller. ``max_staleness=0`` needs no mode: its slots admit the current batch only.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal
 
-from asyncrl.checkpoint.options import Checkpointing
-from asyncrl.concurrency.endings import kept
+import anyio
+import anyio.lowlevel
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from asyncrl.concurrency.endings import WhenBegun, kept
 from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, require_count
-from asyncrl.events import Events
-from asyncrl.learning.advantages import Advantage, GroupCentered
-from asyncrl.learning.losses import Loss, Normalize, loss_from
-from asyncrl.learning.optimizer import Adam
+from asyncrl.events import GroupAdmitted
 from asyncrl.rollout.border import checked_rows
-from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.worker import refuse_in_worker
-from asyncrl.scheduling.rules import BatchOrder, ForwardBackwardBatch, GroupCompletion, StalePolicy, Truncation
-from asyncrl.training.evaluation import Evaluator
-from asyncrl.training.plan import TrainingPlan, check_acknowledged, check_plan, check_versions
+from asyncrl.training.options import TrainingOptions
 from asyncrl.training.run import TrainingRun
 from asyncrl.training.saving import NothingSaved, RunSaver, Saver
+from asyncrl.training.step import TrainerStep
 from asyncrl.types import Row, Step
 
 __all__ = ["AsyncTrainer"]
 
 
-class AsyncTrainer:
-    """Trains the engine's policy.
+async def _run(run: TrainingRun, consumer: Consumer[Step]) -> None:
+    # As many versions may wait for publication as the bound allows the trainer to be ahead.
+    staged, versions = anyio.create_memory_object_stream[int](max(1, run.options.max_staleness))
+    with staged, versions:
+        async with run.opened() as tasks:
+            tasks.start_soon(WhenBegun, _publish, run, versions)
+            tasks.start_soon(WhenBegun, _admit, run)
+            await _train(run, consumer, staged)
 
-    ``groups_per_step`` groups of ``group_size`` trajectories make a batch; each batch with a gradient makes a version.
-    ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
-    ``loss``: a loss object of ``asyncrl.learning.losses``, or its name, such as "cispo".
-    ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
-    ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and
-    masks spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound
-    (``allow_unbounded_staleness=True``).
-    ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch``
-    sets its chunk size; None turns it off.
-    ``checkpointing``: keep the run's state on disk, and go on from what is there; None keeps nothing.
-    ``events``: the stream that reports everything that happens.
-    """
 
-    def __init__(  # noqa: PLR0913  the options of a run; everything in here only composes them
-        self,
-        *,
-        engine: RolloutEngine,
-        groups_per_step: int,
-        optimizer: Adam,
-        group_size: int = 16,
-        max_staleness: int = 2,
-        advantage: Advantage | None = None,
-        completion: GroupCompletion | None = None,
-        loss: str | Loss = "cispo",
-        normalize: Normalize = "token",
-        stale_policy: StalePolicy = "wait",
-        batch_order: BatchOrder = "completion",
-        repeat_dataset: bool = True,
-        truncation: Truncation | None = None,
-        forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None = "auto",
-        evaluator: Evaluator | None = None,
-        allow_trajectory_loss: bool = False,
-        allow_unbounded_staleness: bool = False,
-        checkpointing: Checkpointing | None = None,
-        events: Events | None = None,
-    ) -> None:
-        self.engine = engine
-        self.evaluator = evaluator
-        self.events = events or Events()
-        self.checkpointing = checkpointing
-        self._plan = TrainingPlan(
-            optimizer=optimizer,
-            advantage=advantage or GroupCentered(),
-            completion=completion or GroupCompletion(),
-            loss=loss_from(loss),
-            normalize=normalize,
-            groups_per_step=groups_per_step,
-            group_size=group_size,
-            max_staleness=max_staleness,
-            stale_policy=stale_policy,
-            sampling_policy=engine.sampling_policy,
-            batch_order=batch_order,
-            repeat_dataset=repeat_dataset,
-            truncation=truncation or Truncation(),
-            forward_backward_batch=forward_backward_batch,
-        )
-        check_plan(self._plan, engine)
-        check_acknowledged(self._plan, trajectory_loss=allow_trajectory_loss, unbounded=allow_unbounded_staleness)
+async def _admit(run: TrainingRun) -> None:
+    """Start a group whenever a slot is free. The end of the run ends it: a group that fails may have to be replaced."""
+    async with anyio.create_task_group() as groups:
+        for group in sorted(run.record.progress):  # an earlier process had admitted it
+            groups.start_soon(WhenBegun, run.roll_out, group)
+            await anyio.lowlevel.checkpoint()
+        while True:
+            group = await run.admission.admit()
+            run.events.emit(GroupAdmitted(time=anyio.current_time(), group=group))
+            groups.start_soon(WhenBegun, run.roll_out, group)
+            # One group in a turn of the loop: a publication frees slots for hundreds, and their members starting
+            # all at once would keep every tool and sample waiting.
+            await anyio.lowlevel.checkpoint()
+
+
+async def _train(run: TrainingRun, consumer: Consumer[Step], staged: MemoryObjectSendStream[int]) -> None:
+    n = run.record.n
+    await run.evaluate(n)
+    while n < run.steps:
+        await consumer.wanted()
+        async with TrainerStep(run, n + 1) as step:
+            while step.wants_groups:
+                groups = await step.take()  # waits for finished groups, and for the barrier
+                await step.forward_backward(groups)
+            if not step.groups:
+                break  # the rows that were left failed
+            version = await step.commit()
+            if version is not None:
+                await run.session.stage(version)
+                await staged.send(version)
+                step.times.end("publication")
+                await run.save_weights()
+                step.times.end("optimizer")  # and what keeps its result
+            evaluation_s = await run.evaluate(step.n)
+        n = step.n
+        await consumer.give(step.finish(evaluation_s))
+        run.observers.untrained.require_some()
+    await run.end(n)
+
+
+async def _publish(run: TrainingRun, versions: MemoryObjectReceiveStream[int]) -> None:
+    async for version in versions:
+        await run.publish(version)
+
+
+class AsyncTrainer(TrainingOptions):
+    """Trains the engine's policy. Its options, all by keyword, are the fields of ``TrainingOptions``."""
 
     def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
         """Train for ``steps`` batches and yield a ``Step`` after each.
@@ -101,24 +106,23 @@ class AsyncTrainer:
         """
         refuse_in_worker("AsyncTrainer.run")
         require_count("steps", steps, least=1)
-        self._plan.optimizer.check_schedule(steps)
+        self.optimizer.check_schedule(steps)
         rows = checked_rows(rows)
-        batches = math.ceil(len(rows) / self._plan.groups_per_step)
-        if not self._plan.repeat_dataset and steps > batches:
+        batches = math.ceil(len(rows) / self.groups_per_step)
+        if not self.repeat_dataset and steps > batches:
             raise ConfigError.for_value("steps", steps, f"at most {batches}: repeat_dataset=False and {len(rows)} rows")
 
         async def produce(consumer: Consumer[Step]) -> None:
             saver: Saver = NothingSaved()
             if self.checkpointing is not None:
-                saver = RunSaver(self.checkpointing, self._plan, self.engine, rows, steps, self.events)
+                saver = RunSaver(self.checkpointing, self, rows, steps)
             async with (
                 kept(saver.opened()),
                 kept(self.engine.opened(self.events, versions_in=saver.versions_in)) as session,
             ):
                 # How many servers there are may be seen only now; nothing is live on them yet.
-                check_versions(self._plan, kept=session.policy.publisher.pins_versions, settings=self.engine.settings)
+                self.require_versions(kept=session.policy.publisher.pins_versions)
                 await session.publish(await saver.restore(session.policy))
-                training = TrainingRun(self._plan, session, self.engine, rows, steps, self.evaluator, saver)
-                await training.run(consumer)
+                await _run(TrainingRun(self, session, rows, steps, saver), consumer)
 
         return iterate(produce)

@@ -253,7 +253,7 @@ def test_a_schedule_that_is_stretched_says_so(tmp_path: Path) -> None:
 
     def life(steps: int) -> Life:
         one = Life(replace(PLAN, steps=steps), tmp_path)
-        one.trainer._plan = replace(one.trainer._plan, optimizer=rl.Adam(lr=1.0, schedule=rl.cosine()))
+        one.trainer = replace(one.trainer, optimizer=rl.Adam(lr=1.0, schedule=rl.cosine()))
         return one
 
     assert life(4).play(7.0)
@@ -318,7 +318,7 @@ def test_signals_end_the_loop_over_the_steps(tmp_path: Path) -> None:
 
     def life() -> Life:
         one = Life(plan, tmp_path)
-        one.trainer.checkpointing = rl.Checkpointing(tmp_path, on_signal=("SIGTERM",))
+        one.trainer = replace(one.trainer, checkpointing=rl.Checkpointing(tmp_path, on_signal=("SIGTERM",)))
         return one
 
     first = life()
