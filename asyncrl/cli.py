@@ -55,13 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     with lasting_streams():
         arguments = _parser().parse_args(argv)
-        arguments.phase = phase = Phase()
+        # Once the run has begun an error is the run's, also if its class is that of a wrong option.
+        arguments.published = []
         try:
             arguments.command(arguments)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except Exception as error:  # noqa: BLE001  the top: every error becomes a message and an exit code
-            return _report(first_error(error), debug=arguments.debug, begun=phase.begun)
+            return _report(first_error(error), debug=arguments.debug, begun=bool(arguments.published))
         return 0
 
 
@@ -74,21 +75,11 @@ def _report(error: BaseException, *, debug: bool, begun: bool = True) -> int:
     return 2 if refused else 1
 
 
-class Phase:
-    """Whether the run has begun: then an error is the run's, also if its class is that of a wrong option."""
+def _note_beginning(arguments: argparse.Namespace, events: Events) -> None:
+    """Servers and learner are up when the first version is live. Nothing was sampled before."""
+    from asyncrl.events import VersionPublished
 
-    def __init__(self) -> None:
-        self.begun = False
-
-    def observe(self, event: Event) -> None:
-        """Servers and learner are up, and the first version is live. Nothing was sampled before."""
-        self.begun = True
-
-    def follow(self, events: Events) -> None:
-        """Look for the beginning in ``events``."""
-        from asyncrl.events import VersionPublished
-
-        events.subscribe(self.observe, kinds=(VersionPublished,))
+    events.subscribe(arguments.published.append, kinds=(VersionPublished,))
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -114,7 +105,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     events = composed.trainer.events
     events.subscribe(summary.observe)
-    arguments.phase.follow(events)
+    _note_beginning(arguments, events)
     with _reporting(recipe, events, steps=composed.steps, debug=arguments.debug):
         for event in earlier:
             if isinstance(event, Notice):
@@ -148,14 +139,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             metrics = await evaluator.evaluate(session)
             result.update(heldout=metrics["reward_mean"], **metrics)
 
-    arguments.phase.follow(composed.trainer.events)
+    _note_beginning(arguments, composed.trainer.events)
     with _reporting(recipe, composed.trainer.events, steps=0, debug=arguments.debug):
         stopped = anyio.run(_until_signal, work, backend="asyncio")
     _print_result(result, started, stopped)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "debug", "phase")}
+    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "debug", "published")}
     serve(given.pop("backend"), given, say=_say, until_signal=_until_signal)
 
 

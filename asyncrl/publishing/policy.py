@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from asyncrl.concurrency.endings import Endings
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, require_count
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner, model_vocab_size
 from asyncrl.publishing.base import BUCKET_BYTES, Publisher
@@ -68,6 +68,7 @@ class Policy:
         pause_mode: PauseMode = "retract",
         probe_tolerance: float = 1e-3,
     ) -> None:
+        require_count("sampler.threads", sampler_threads, least=1)
         if publication == "tensors" and sampler is None:
             raise ConfigError(
                 "publication.method is 'tensors', which the embedded server does not take: use 'disk', or SGLang "

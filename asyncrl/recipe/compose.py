@@ -6,16 +6,17 @@ there is: no rule lives here. Left out: running it, which is the CLI's part.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError
@@ -23,7 +24,7 @@ from asyncrl.learning.base import Learner
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
 from asyncrl.publishing.policy import Policy
-from asyncrl.recipe.config import ModelFolder, Recipe
+from asyncrl.recipe.config import Recipe
 from asyncrl.recipe.references import call, require_keywords, resolve
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import RolloutEngine
@@ -62,27 +63,25 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
     Imports the recipe's Python file and calls its row functions; calls ``model.source`` if its model is not cached
     yet, which imports torch. Raises ``ConfigError``.
     """
-    try:
-        return _compose(recipe, directory)
-    except ConfigError as error:
-        raise ConfigError(f"{recipe.path}: {error}") from error
+    with _named(recipe):
+        recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
+        env, rows, evaluator = _environment(recipe), _rows(recipe, "train"), _evaluator(recipe)
 
+        def wired(learner: Learner, model: Path | None) -> ComposedRun:
+            adapters = None if directory is None else directory / "adapters"
+            policy = Policy(learner, sampler=_sampler(recipe, model, directory), directory=adapters, **recipe.policy)
+            engine = RolloutEngine(policy, env=env, **recipe.engine)
+            saves = _checkpointing(recipe, directory)
+            trainer = AsyncTrainer(engine=engine, evaluator=evaluator, checkpointing=saves, **recipe.trainer)
+            return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=rows, steps=recipe.steps)
 
-def _compose(recipe: Recipe, directory: Path | None) -> ComposedRun:
-    base = recipe.path.resolve().parent
-    recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
-    parts = _Parts(
-        env=_environment(recipe.env.factory, recipe.env.options, base),
-        rows=_rows("data.train", recipe.data.train, base),
-        evaluator=_evaluator(recipe, base),
-    )
-    if recipe.model.source is not None:
-        # Making the model can take a minute: what is refused anyway is refused before that.
-        lora = recipe.learner["lora"]
-        unmade: Any = _UnmadeLearner(lora_rank=lora.r if lora else None)
-        _wire(recipe, parts, unmade, None, directory)
-    model = _model(recipe.model, base)
-    return _wire(recipe, parts, TorchLearner(model, seed=recipe.engine["seed"], **recipe.learner), model, directory)
+        if recipe.model.source is not None:
+            # Making the model can take a minute: what is refused anyway is refused before that.
+            lora = recipe.learner["lora"]
+            unmade: Any = _UnmadeLearner(lora_rank=lora.r if lora else None)
+            wired(unmade, None)
+        model = _model(recipe)
+        return wired(TorchLearner(model, seed=recipe.engine["seed"], **recipe.learner), model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +96,17 @@ class ComposedPrompts:
 
 def compose_prompts(recipe: Recipe) -> ComposedPrompts:
     """What of ``recipe`` decides on prompts: as ``compose``, without learner and servers. Raises ``ConfigError``."""
-    base = recipe.path.resolve().parent
+    with _named(recipe):
+        return ComposedPrompts(env=_environment(recipe), rows=_rows(recipe, "train"), model=_model(recipe))
+
+
+@contextlib.contextmanager
+def _named(recipe: Recipe) -> Iterator[None]:
+    """Errors in the block name the recipe's file."""
     try:
-        return ComposedPrompts(
-            env=_environment(recipe.env.factory, recipe.env.options, base),
-            rows=_rows("data.train", recipe.data.train, base),
-            model=_model(recipe.model, base),
-        )
+        yield
     except ConfigError as error:
         raise ConfigError(f"{recipe.path}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What the recipe's references stand for."""
-
-    env: Callable[[], Env]
-    rows: Sequence[Row]
-    evaluator: Evaluator | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +115,6 @@ class _UnmadeLearner:
 
     lora_rank: int | None
     model_path: Path = Path("not-made-yet")
-
-
-def _wire(recipe: Recipe, parts: _Parts, learner: Learner, model: Path | None, directory: Path | None) -> ComposedRun:
-    """``model``: None if it is not made yet."""
-    adapters = None if directory is None else directory / "adapters"
-    policy = Policy(learner, sampler=_sampler(recipe, model, directory), directory=adapters, **recipe.policy)
-    engine = RolloutEngine(policy, env=parts.env, **recipe.engine)
-    trainer = AsyncTrainer(
-        engine=engine, evaluator=parts.evaluator, checkpointing=_checkpointing(recipe, directory), **recipe.trainer
-    )
-    return ComposedRun(trainer=trainer, engine=engine, evaluator=parts.evaluator, rows=parts.rows, steps=recipe.steps)
 
 
 def _checkpointing(recipe: Recipe, directory: Path | None) -> Checkpointing | None:
@@ -147,7 +128,7 @@ def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLa
     section = recipe.sampler
     if section.named:
         # A relative path is seen from the recipe's folder, as that of a model is.
-        source = section.urls or FileSource(recipe.path.resolve().parent / str(section.urls_file))
+        source = section.urls or FileSource(_folder(recipe) / str(section.urls_file))
         return SGLang(source, api_key=section.api_key(), admin_key=section.admin_key(), **recipe.client)
     if not section.launches:
         return None
@@ -177,35 +158,40 @@ def _server_options(recipe: Recipe, model: Path) -> SGLangOptions:
         raise ConfigError(f"sampler.{error}") from error
 
 
-def _environment(reference: str, options: Mapping[str, object], base: Path) -> Callable[[], Env]:
-    factory = resolve("env.factory", reference, base)
+def _folder(recipe: Recipe) -> Path:
+    """Where references and paths of the recipe are seen from."""
+    return recipe.path.resolve().parent
+
+
+def _environment(recipe: Recipe) -> Callable[[], Env]:
+    reference, options = recipe.env.factory, recipe.env.options
+    factory = resolve("env.factory", reference, _folder(recipe))
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, Env)):
         raise ConfigError.for_value("env.factory", reference, "an Env class or a function that returns an Env")
     require_keywords("env", reference, factory, options)
     return functools.partial(factory, **options)
 
 
-def _rows(key: str, reference: str, base: Path) -> list[Row]:
-    function = resolve(key, reference, base)
+def _rows(recipe: Recipe, name: Literal["train", "heldout"]) -> list[Row]:
+    key, reference = f"data.{name}", getattr(recipe.data, name)
+    function = resolve(key, reference, _folder(recipe))
     expects = "a function without arguments that returns a list of rows"
     return checked_rows(call(key, reference, function, expects=expects), f"what {key} = {shown(reference)} returned")
 
 
-def _evaluator(recipe: Recipe, base: Path) -> Evaluator | None:
-    if recipe.data.heldout is None:
-        return None
-    rows = _rows("data.heldout", recipe.data.heldout, base)
-    return Evaluator(rows=rows, **recipe.evaluation)
+def _evaluator(recipe: Recipe) -> Evaluator | None:
+    return None if recipe.data.heldout is None else Evaluator(rows=_rows(recipe, "heldout"), **recipe.evaluation)
 
 
-def _model(model: ModelFolder, base: Path) -> Path:
+def _model(recipe: Recipe) -> Path:
     """The model's folder, made first if the recipe has a function for it."""
-    if model.source is None:
-        return base / str(model.path)
-    build = resolve("model.source", model.source, base)
-    folder = cache_directory() / "models" / _cache_name(model.source, _source_file(build))
+    source = recipe.model.source
+    if source is None:
+        return _folder(recipe) / str(recipe.model.path)
+    build = resolve("model.source", source, _folder(recipe))
+    folder = cache_directory() / "models" / _cache_name(source, _source_file(build))
     if not folder.is_dir():
-        _write_model(build, folder, model.source)
+        _write_model(build, folder, source)
     return folder
 
 

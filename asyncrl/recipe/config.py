@@ -136,30 +136,6 @@ class RunFolder:
     log: Literal["console", "json"] = "console"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Steps:
-    """Of ``[trainer]``; the other keys are those of ``AsyncTrainer``, and the loss has its options in ``[loss]``."""
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        require_count("trainer.steps", self.steps, least=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoints:
-    """Of ``[checkpoint]``; the other keys are those of ``Checkpointing``."""
-
-    enabled: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LearningRate:
-    """Of ``[optimizer]``: how ``lr`` changes over the run, with the keys of ``cosine``; the others are Adam's."""
-
-    schedule: Literal["constant", "cosine"] = "constant"
-
-
 _GIVEN = ("model", "lora", "dtype", "seed", "host", "port", "api_key", "admin_key", "max_loras_per_batch")
 # Of SGLangOptions, by other sections and by ``compose``.
 _RULES: Mapping[str, type] = {
@@ -169,16 +145,17 @@ _RULES: Mapping[str, type] = {
     "completion": GroupCompletion,
     "truncation": Truncation,
 }
+_SCHEDULE = Key("constant", Literal["constant", "cosine"])
 _POLICY = keys_of(Policy, without=("directory", "name", "sampler_threads"))
 SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "model": (keys_of(ModelFolder), keys_of(TorchLearner, without=("model", "seed"))),
     "env": (keys_of(Environment, without=("options",)),),
     "data": (keys_of(DataFiles),),
     "trainer": (
-        keys_of(_Steps),
+        keys_of(AsyncTrainer.run, without=("self", "rows")),
         keys_of(AsyncTrainer, without=("optimizer", "completion", "truncation", "evaluator", "checkpointing")),
     ),
-    "optimizer": (keys_of(Adam, without=("schedule",)), keys_of(_LearningRate), keys_of(cosine)),
+    "optimizer": (keys_of(Adam, without=("schedule",)), keys_of(cosine), {"schedule": _SCHEDULE}),
     "sampler": (
         keys_of(Servers),
         keys_of(SGLang, without=("urls", "api_key", "admin_key", "vocab_size", "seed")),
@@ -190,7 +167,7 @@ SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "loss": (),
     "advantage": (keys_of(GroupCentered), keys_of(Batchwise)),
     "evaluation": (keys_of(Evaluator, without=("rows",)),),
-    "checkpoint": (keys_of(_Checkpoints), keys_of(Checkpointing, without=("run_dir", "on_signal"))),
+    "checkpoint": ({"enabled": Key(True, bool)}, keys_of(Checkpointing, without=("run_dir", "on_signal"))),
     "run": (keys_of(RunFolder),),
 }
 """The keys of each section, apart by what they are for. Those of ``[env]`` and ``[loss]`` are the environment's and the
@@ -249,7 +226,8 @@ def _read_recipe(path: Path, tables: Table) -> Recipe:
             raise ConfigError.for_value(name, table, "a table")
     folder, learner = _read(tables, "model")
     sampler, client, launched = _read_sampler(tables)
-    steps, trainer = _read(tables, "trainer")
+    run, trainer = _read(tables, "trainer")
+    require_count("trainer.steps", run["steps"], least=1)
     saved, checkpointing = _read(tables, "checkpoint")
     [publication] = _read(tables, "publication")
     [rollout] = _read(tables, "rollout")
@@ -274,7 +252,7 @@ def _read_recipe(path: Path, tables: Table) -> Recipe:
             "advantage": _read_advantage(tables.get("advantage", {})),
             "loss": loss_from(trainer["loss"], **tables.get("loss", {})),
         },
-        steps=_Steps(**steps).steps,
+        steps=run["steps"],
         evaluation=evaluation,
         checkpointing=checkpointing if saved["enabled"] else None,
         run=read_table(RunFolder, tables.get("run", {}), "run"),
@@ -302,12 +280,12 @@ def _read_advantage(table: Table) -> GroupCentered | Batchwise:
 
 
 def _read_optimizer(tables: Table) -> Adam:
-    adam, rate, shape = _read(tables, "optimizer")
-    if rate["schedule"] == "constant":
-        if any(shape.values()):
-            raise ConfigError.for_value("optimizer.schedule", "constant", "'cosine' if warmup or floor is set")
-        return Adam(**adam)
-    return Adam(**adam, schedule=cosine(**shape))
+    adam, shape, shapes = _read(tables, "optimizer")
+    if shapes["schedule"] == "cosine":
+        return Adam(**adam, schedule=cosine(**shape))
+    if any(shape.values()):
+        raise ConfigError.for_value("optimizer.schedule", "constant", "'cosine' if warmup or floor is set")
+    return Adam(**adam)
 
 
 def _read_sampler(tables: Table) -> tuple[Servers, Keywords, Keywords]:

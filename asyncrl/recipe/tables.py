@@ -13,11 +13,10 @@ import inspect
 import operator
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -30,9 +29,9 @@ T = TypeVar("T")
 Table = Mapping[str, Any]
 """What TOML calls a table; its values are whatever the file says until they are read."""
 
-_PLAIN = (str, int, float, bool, Any)
 _CONTAINERS = (Literal, tuple, Mapping)
 _PATH = Annotated[str, AfterValidator(lambda text: Path(text))]  # noqa: PLW0108  a class without a signature
+_PLAIN = (str, int, float, bool, Any, _PATH)
 _OFF = "off"
 
 _DEEPEST = 16
@@ -71,18 +70,17 @@ def _require_plain(value: object, path: tuple[str, ...]) -> None:
             _require_plain(inner, (*path, str(index)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """What may stand at a key of a table."""
+class Key(NamedTuple):
+    """What may stand at a key of a table: values of the type ``plain``, or tables whose keys are those of ``table``.
+
+    ``default``: ``inspect.Parameter.empty`` if the key is required. ``off``: "off" stands for None, which TOML cannot
+    say.
+    """
 
     default: Any
-    """``inspect.Parameter.empty`` if the key is required."""
     plain: Any
-    """Type of a value that is no table, None if there is none."""
-    table: type | None
-    """The dataclass whose fields are the keys of a table there, None if it cannot be one."""
-    off: bool
-    """"off" stands for None, which TOML cannot say and which is not the default."""
+    table: type | None = None
+    off: bool = False
 
 
 def keys_of(function: Callable[..., object], *, without: Collection[str] = ()) -> dict[str, Key]:
@@ -93,19 +91,16 @@ def keys_of(function: Callable[..., object], *, without: Collection[str] = ()) -
     hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     keys: dict[str, Key] = {}
     for name, parameter in inspect.signature(function).parameters.items():
+        if name in without:
+            continue
         hint, default = hints[name], parameter.default
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        said = [_as_in_files(kind) for kind in kinds]
-        plain = [kind for kind in said if kind in (*_PLAIN, _PATH) or get_origin(kind) in _CONTAINERS]
-        tables = [kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(kind, type)]
-        if name not in without and (plain or tables):
+        kinds = list(map(_as_in_files, get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)))
+        plain = [kind for kind in kinds if kind in _PLAIN or get_origin(kind) in _CONTAINERS]
+        table = next((kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)
+        if plain or table:
             off = NoneType in kinds and default not in (None, inspect.Parameter.empty)
-            keys[name] = Key(
-                default=default,
-                plain=reduce(operator.or_, [*plain, *([Literal[_OFF]] if off else [])]) if plain else None,
-                table=tables[0] if tables else None,
-                off=off,
-            )
+            said = [*plain, Literal[_OFF]] if off else plain
+            keys[name] = Key(default, reduce(operator.or_, said) if said else None, table, off)
     return keys
 
 

@@ -18,7 +18,7 @@ import anyio.abc
 import orjson
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from asyncrl.errors import ConfigError, ServerUnavailable, require_count
+from asyncrl.errors import ConfigError, ServerUnavailable
 
 __all__ = ["Child", "EmbeddedServer", "child_process", "launched"]
 
@@ -43,7 +43,6 @@ class EmbeddedServer:
     def __init__(
         self, model: Path, *, threads: int = 1, log: Path | None = None, start_timeout_s: float = 300.0
     ) -> None:
-        require_count("sampler.threads", threads, least=1)
         command = [sys.executable, "-m", "asyncrl", "serve", "--model", str(model), "--host", "127.0.0.1"]
         self.command = (*command, "--port", "0", "--threads", str(threads), "--exit-with-stdin")
         """What is run."""
