@@ -16,7 +16,6 @@ from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.events import Events
 from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.observe.untrained import Untrained
-from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.scheduling.ledger import Ledger
@@ -63,7 +62,7 @@ def _capture(draw: np.random.Generator) -> RunRecord:
         admission.admit_nowait()
         admission.birth(group, 0)
         members = {member: _trajectory(group, member, draw) for member in range(_MEMBERS)}
-        capture.progress[group] = GroupProgress(active=members)
+        capture.progress(group).active.update(members)
     return capture
 
 
@@ -92,8 +91,8 @@ async def _longest_s() -> float:
                 late_s.append(time.perf_counter() - started)
                 await anyio.to_thread.run_sync(snapshots.write, state)
                 longest_s.append(max(late_s))
-                for progress in capture.progress.values():
-                    _extend(progress.active[0], 512, draw)
+                for group in capture.unfinished:
+                    _extend(capture.progress(group).active[0], 512, draw)
             tasks.cancel_scope.cancel()
         snapshots.close()
         gc.unfreeze()

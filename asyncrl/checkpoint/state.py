@@ -17,7 +17,7 @@ from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
 from asyncrl.types import Group, Trajectory
 
-__all__ = ["Consumed", "GroupState", "JournalEntry", "Renewed", "RunState", "started_anew"]
+__all__ = ["Consumed", "GroupState", "JournalEntry", "Renewed", "RunState"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +84,6 @@ class JournalEntry:
         return self.version + (self.settings is not None)
 
 
-def started_anew(group: int, before: Renewed | None, progress: GroupProgress) -> Renewed:
-    """The new start of a group that is at ``progress``, and had begun anew ``before``, or not yet."""
-    number = 1 if before is None else before.number + 1
-    attempts = tuple(sorted(progress.attempts.items()))
-    return Renewed(group=group, number=number, rerolls=progress.rerolls, attempts=attempts)
-
-
 @dataclass(slots=True, kw_only=True)
 class GroupState:
     """An outstanding group. One that nothing is known of but its index begins from the start."""
@@ -122,6 +115,14 @@ class GroupState:
         """Those that are here: finished, or under way."""
         going = [] if self.progress is None else [*self.progress.ended, *self.progress.active.values()]
         return [*(traj for part in self.parts for traj in part.members_G), *going]
+
+    @property
+    def next_start(self) -> Renewed:
+        """Its new start, if it begins anew now."""
+        progress = self.progress or GroupProgress()
+        number = 1 if self.renewed is None else self.renewed.number + 1
+        attempts = tuple(sorted(progress.attempts.items()))
+        return Renewed(group=self.index, number=number, rerolls=progress.rerolls, attempts=attempts)
 
     def begin_anew(self, start: Renewed) -> None:
         """Nothing of it is left but what committed steps have consumed, so that it is not born any more."""

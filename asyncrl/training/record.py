@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
-from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, Renewed, RunState, started_anew
+from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, RunState
 from asyncrl.checkpoint.trajectories import frozen
 from asyncrl.events import GroupConsumed
 from asyncrl.learning.base import OptimizerSettings
@@ -48,28 +48,38 @@ class RunRecord:
     """Steps that were committed."""
     rollout_keys: dict[str, float] = field(default_factory=dict)
     """Metrics that environments have reported so far -> 0.0."""
-    progress: dict[int, GroupProgress] = field(default_factory=dict)
-    """Group -> its progress, until it is finished."""
-    taken: dict[int, set[int]] = field(default_factory=dict)
-    """Group -> members that committed steps have consumed, if others of it follow."""
+    groups: dict[int, GroupState] = field(default_factory=dict)
+    """Outstanding groups that have begun, without what other owners know: their due step and finished parts."""
     step_groups: Sequence[Group] = ()
     """Groups of the step under way."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """Groups that were given up since the last commit, and why."""
     _dropped_in_entry: int = 0
     # How many of ``dropped`` the entry of the step under way names.
-    renewed: dict[int, Renewed] = field(default_factory=dict)
-    """Outstanding groups that have begun anew -> their newest start."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Groups that are to be run, or are running."""
+        return sorted(index for index, group in self.groups.items() if group.progress is not None)
+
+    def progress(self, group: int) -> GroupProgress:
+        """Where ``group`` is; whoever runs it goes on from there and keeps this up to date."""
+        state = self.groups.setdefault(group, GroupState(index=group))
+        state.progress = state.progress or GroupProgress()
+        return state.progress
 
     def renew(self, group: int) -> None:
         """``group`` has begun anew: nothing that it sampled is left."""
-        before = self.renewed.get(group)
-        self.renewed[group] = started_anew(group, before, self.progress.get(group) or GroupProgress())
+        self.groups[group].renewed = self.groups[group].next_start
+
+    def finish(self, group: int) -> None:
+        """No member of ``group`` has to go on."""
+        self.groups[group].progress = None
 
     def drop(self, group: int, reason: str) -> None:
         """``group`` was given up."""
         self.dropped.append((group, reason))
-        self.renewed.pop(group, None)
+        del self.groups[group]
 
     def keep_columns(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Zero for each metric that an environment has ever reported, in ``metrics`` or before."""
@@ -101,7 +111,7 @@ class RunRecord:
                 for group in self.step_groups
             ),
             dropped=tuple(self.dropped),
-            renewed=tuple(self.renewed.values()),
+            renewed=tuple(group.renewed for group in self.groups.values() if group.renewed is not None),
             trained_members=sum(event.trained for event in consumed),
             dropped_members=sum((Counter(event.dropped) for event in consumed), Counter()),
             failed_attempts=self.ledger.totals.failed_attempts,
@@ -118,24 +128,18 @@ class RunRecord:
         self._dropped_in_entry = 0
         for group in groups:
             if group.final:
-                self.taken.pop(group.index, None)
-                self.renewed.pop(group.index, None)
+                del self.groups[group.index]
             else:
-                self.taken.setdefault(group.index, set()).update(traj.member for traj in group.members_G)
+                self.groups[group.index].taken.update(traj.member for traj in group.members_G)
 
     def state(self) -> RunState:
         """The run as it is now. A step under way has not happened."""
         now = anyio.current_time()
-        groups = {
-            group: GroupState(
-                index=group,
-                due=due,
-                taken=set(self.taken.get(group, ())),
-                progress=_copied(self.progress[group], now) if group in self.progress else None,
-                renewed=self.renewed.get(group),
-            )
-            for group, (due, _) in sorted(self.admission.reservations().items())
-        }
+        groups: dict[int, GroupState] = {}
+        for index, (due, _) in sorted(self.admission.reservations().items()):
+            group = self.groups.get(index) or GroupState(index=index)
+            progress = None if group.progress is None else _copied(group.progress, now)
+            groups[index] = replace(group, due=due, taken=set(group.taken), progress=progress, parts=[])
         for part in (*self.step_groups, *self.batches.waiting()):
             groups[part.index].parts.append(part)
         return RunState(
@@ -160,7 +164,7 @@ class RunRecord:
         return totals
 
     def restore(self, state: RunState) -> None:
-        """Give ``state`` to the owners, which are new. Unfinished groups are in ``progress``; they are to be run."""
+        """Give ``state`` to the owners, which are new. Its ``unfinished`` groups are to be run."""
         self.n = state.n
         self.admission.restore(
             admitted=state.admitted,
@@ -170,20 +174,16 @@ class RunRecord:
         self.recorder.go_on(state.sums)
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
         for group in state.groups.values():
-            if group.taken:
-                self.taken[group.index] = set(group.taken)
-            if group.renewed is not None:
-                self.renewed[group.index] = group.renewed
-            if not group.is_finished:
-                self.progress[group.index] = group.progress or GroupProgress()
+            progress = None if group.is_finished else group.progress or GroupProgress()
+            self.groups[group.index] = replace(group, due=None, parts=[], progress=progress)
             for part in group.parts:
                 self.batches.put(part)
 
 
 def _copied(progress: GroupProgress, now: float) -> GroupProgress:
-    taken = progress.copied(now)
-    taken.active = {member: frozen(traj) for member, traj in taken.active.items()}
-    return taken
+    copied = progress.copied(now)
+    copied.active = {member: frozen(traj) for member, traj in copied.active.items()}
+    return copied
 
 
 def restored_ledger(state: RunState) -> Ledger:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import anyio
 
-from asyncrl.checkpoint.state import RunState, started_anew
+from asyncrl.checkpoint.state import RunState
 from asyncrl.errors import CheckpointError
 from asyncrl.events import Events, MemberResumed
 from asyncrl.publishing.base import Publisher, VersionKeeper
@@ -41,7 +41,7 @@ def begin_late_anew(state: RunState, *, groups_per_step: int) -> list[dict[str, 
             continue
         tokens = sum(traj.generated_tokens for traj in group.members)
         late.append({"group": group.index, "due": due, "version": state.version, "generated_tokens": tokens})
-        group.begin_anew(started_anew(group.index, group.renewed, group.progress or GroupProgress()))
+        group.begin_anew(group.next_start)
     return late
 
 
@@ -65,8 +65,7 @@ def renew_unsampled(state: RunState) -> int:
     """
     unsampled = [group for group in state.groups.values() if group.due is not None and not group.is_begun]
     for group in unsampled:
-        group.renewed = started_anew(group.index, group.renewed, group.progress or GroupProgress())
-        group.due = None
+        group.renewed, group.due = group.next_start, None
     return len(unsampled)
 
 

@@ -17,7 +17,6 @@ from asyncrl.events import GroupBorn, Notice
 from asyncrl.observe.lag import settled_heap
 from asyncrl.rollout.border import shared_parts
 from asyncrl.rollout.engine import EngineSession
-from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
 from asyncrl.training.observers import RunObservers
@@ -99,10 +98,10 @@ class TrainingRun:
                 completion=self.options.completion,
                 on_part=self.batches.put,
                 on_reroll=self._renew,
-                progress=self.record.progress.setdefault(group, GroupProgress()),
+                progress=self.record.progress(group),
             )
-        self.record.progress.pop(group, None)
         if isinstance(finished, Group):
+            self.record.finish(group)
             self.batches.put(finished)
             return
         self._first_drop = self._first_drop or finished.error
