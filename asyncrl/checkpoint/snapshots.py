@@ -16,15 +16,7 @@ from typing import Any
 import orjson
 
 from asyncrl.checkpoint.state import GroupState, Renewed, RunState
-from asyncrl.checkpoint.trajectories import (
-    Place,
-    TokenReader,
-    TokenStore,
-    dumps,
-    loads,
-    read_trajectory,
-    trajectory_head,
-)
+from asyncrl.checkpoint.trajectories import TokenStore, TrajectoryReader, dumps, loads, trajectory_head
 from asyncrl.errors import CheckpointError, EnvironmentFailure
 from asyncrl.files import LINES_END, damaged, discard, numbered, require_own, sealed, unsealed, write
 from asyncrl.plain import error_text
@@ -146,8 +138,10 @@ class Snapshots:
             require_own(path, header["run"], run)
             header["rollout_keys"] = tuple(header["rollout_keys"])
             header["totals"] = _read_totals(header["totals"])
-            reader = _Reader(TokenReader(self._folder), self._tokens, row)
-            return RunState(**header, groups={group["index"]: reader.group(group) for group in groups}), reader.shards
+            trajectories = TrajectoryReader(self._folder, self._tokens)
+            reader = _Reader(trajectories, row)
+            state = RunState(**header, groups={group["index"]: reader.group(group) for group in groups})
+            return state, trajectories.shards
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise damaged(path, repr(error)) from error
 
@@ -159,12 +153,10 @@ class Snapshots:
 
 
 class _Reader:
-    """Reads the groups of one snapshot; ``shards`` are those that it has named so far."""
+    """Reads the groups of one snapshot."""
 
-    def __init__(self, tokens: TokenReader, store: TokenStore, row: Callable[[int], Row]) -> None:
-        self.shards: set[int] = set()
-        self._tokens = tokens
-        self._store = store
+    def __init__(self, trajectories: TrajectoryReader, row: Callable[[int], Row]) -> None:
+        self._trajectories = trajectories
         self._row = row
 
     def group(self, value: Mapping[str, Any]) -> GroupState:
@@ -197,20 +189,7 @@ class _Reader:
         )
 
     def _members(self, values: Sequence[dict[str, Any]], row: Row) -> list[Trajectory]:
-        return [self._member(value, row) for value in values]
-
-    def _member(self, value: dict[str, Any], row: Row) -> Trajectory:
-        tokens = value.pop("tokens")
-        span_places: list[Place] = [(shard, *rest) for _, _, shard, *rest in tokens["spans"]]
-        message_places: list[Place] = [(shard, *rest) for shard, *rest in tokens["messages"]]
-        spans = [
-            self._tokens.span(kind, version, place)
-            for (kind, version, *_), place in zip(tokens["spans"], span_places, strict=True)
-        ]
-        traj = read_trajectory(value, row, spans, [self._tokens.message(place) for place in message_places])
-        self._store.adopt(traj, span_places, message_places)
-        self.shards.update(place[0] for place in (*span_places, *message_places))
-        return traj
+        return [self._trajectories.read(value, row) for value in values]
 
 
 def _plain_totals(totals: LedgerTotals) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
 import orjson
@@ -30,10 +30,13 @@ from asyncrl.files import damaged, discard, numbered, reading, sync
 from asyncrl.plain import copied, error_text, jsonable, numbers, shown, text
 from asyncrl.types import DropReason, Message, Row, Span, SpanKind, StopReason, ToolCall, Trajectory, TruncationCause
 
-__all__ = ["Place", "TokenReader", "TokenStore", "dumps", "frozen", "loads", "read_trajectory", "trajectory_head"]
+__all__ = ["Place", "TokenStore", "TrajectoryReader", "dumps", "frozen", "loads", "read_trajectory", "trajectory_head"]
 
-Place: TypeAlias = tuple[int, int, int, int]
+T = TypeVar("T")
+Place: TypeAlias = Sequence[int]
 """Shard, offset, number of tokens (of a span) or bytes (of a message), and CRC-32."""
+_Places: TypeAlias = dict[tuple[str, str], list[tuple[object, Place]]]
+# Trajectory and "spans" or "messages" -> those on disk. They are kept, as an id is only unique while its object lives.
 _PREFIX, _SUFFIX = "tokens-", ".bin"
 _SHARD_BYTES = 64 * 2**20
 _LIVE_SHARE = 0.25
@@ -124,14 +127,6 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-@dataclass(slots=True)
-class _Written:
-    """What is on disk of one trajectory. The objects are kept, because an id is only unique while its object lives."""
-
-    spans: list[tuple[Span, Place]] = field(default_factory=list)
-    messages: list[tuple[Message, Place]] = field(default_factory=list)
-
-
 class TokenStore:
     """Owns the shards in ``folder`` that this process writes, and what is where."""
 
@@ -140,8 +135,8 @@ class TokenStore:
         self._shard = max(numbered(folder, _PREFIX, _SUFFIX), default=0)
         self._file: BinaryIO | None = None
         self._offset = 0
-        self._written: dict[str, _Written] = {}
-        self._seen: dict[str, _Written] = {}
+        self._written: _Places = {}
+        self._seen: _Places = {}
         # Those of the save under way; the others are forgotten with it.
         self._live: Counter[int] = Counter()
         # Shard -> bytes that the last save named.
@@ -155,24 +150,25 @@ class TokenStore:
 
     def put(self, traj: Trajectory) -> dict[str, object]:
         """Write what is new of ``traj``; the places of its spans and messages."""
-        before = self._written.get(traj.id, _Written())
-        now = self._seen[traj.id] = _Written()
-        for index, span in enumerate(traj.spans):
-            known = before.spans[index] if index < len(before.spans) else None
-            place = self._kept(known[1]) if known is not None and known[0] is span else None
-            now.spans.append((span, place or self._write_span(span)))
-        for index, message in enumerate(traj.messages):
-            said = before.messages[index] if index < len(before.messages) else None
-            place = self._kept(said[1]) if said is not None and said[0] is message else None
-            now.messages.append((message, place or self._write_message(message)))
-        for span, (shard, _, count, _) in now.spans:
+        spans = self._places((traj.id, "spans"), traj.spans, self._write_span)
+        messages = self._places((traj.id, "messages"), traj.messages, self._write_message)
+        for span, (shard, _, count, _) in zip(traj.spans, spans, strict=True):
             self._live[shard] += count * _TOKEN_BYTES * (1 if span.logprobs is None else 2)
-        for _, (shard, _, count, _) in now.messages:
+        for shard, _, count, _ in messages:
             self._live[shard] += count
         return {
-            "spans": [[span.kind, span.version, *place] for span, place in now.spans],
-            "messages": [place for _, place in now.messages],
+            "spans": [[span.kind, span.version, *place] for span, place in zip(traj.spans, spans, strict=True)],
+            "messages": messages,
         }
+
+    def _places(self, key: tuple[str, str], values: Sequence[T], write: Callable[[T], Place]) -> list[Place]:
+        before = self._written.get(key, [])
+        now = self._seen[key] = []
+        for index, value in enumerate(values):
+            known, place = before[index] if index < len(before) else (None, ())
+            is_kept = known is value and place[0] != self._given_up
+            now.append((value, place if is_kept else write(value)))
+        return [place for _, place in now]
 
     def end(self) -> set[int]:
         """Flush the save; the shards that it names."""
@@ -206,12 +202,8 @@ class TokenStore:
 
     def adopt(self, traj: Trajectory, spans: Sequence[Place], messages: Sequence[Place]) -> None:
         """``traj`` was read from these places, where it may stay."""
-        self._written[traj.id] = _Written(
-            list(zip(traj.spans, spans, strict=True)), list(zip(traj.messages, messages, strict=True))
-        )
-
-    def _kept(self, place: Place) -> Place | None:
-        return None if place[0] == self._given_up else place
+        self._written[traj.id, "spans"] = list(zip(traj.spans, spans, strict=True))
+        self._written[traj.id, "messages"] = list(zip(traj.messages, messages, strict=True))
 
     def _sparse_shard(self) -> int | None:
         """The most wasteful shard of those that are worth it."""
@@ -255,15 +247,34 @@ class TokenStore:
         return self._shard, offset, count, checksum
 
 
-class TokenReader:
-    """Reads records back. ``CheckpointError`` for one that is not there in full."""
+class TrajectoryReader:
+    """Reads trajectories back. ``shards`` are those that hold what was read so far.
 
-    def __init__(self, folder: Path) -> None:
+    ``CheckpointError`` for a trajectory whose token data is not there in full.
+    """
+
+    def __init__(self, folder: Path, store: TokenStore) -> None:
+        self.shards: set[int] = set()
         self._folder = folder
-        self._shards: dict[int, bytes] = {}
+        self._store = store
+        self._data_of: dict[int, bytes] = {}
 
-    def span(self, kind: str, version: int | None, place: Place) -> Span:
-        """The span at that place; its arrays are its own."""
+    def read(self, head: Mapping[str, Any], row: Row) -> Trajectory:
+        """The trajectory of ``row`` with that head, in which ``tokens`` are the places that ``TokenStore.put`` gave."""
+        spans, messages = head["tokens"]["spans"], head["tokens"]["messages"]
+        traj = read_trajectory(
+            head,
+            row,
+            [self._span(kind, version, place) for kind, version, *place in spans],
+            [loads(self._data(*place)) for place in messages],
+        )
+        self._store.adopt(traj, [place for _, _, *place in spans], messages)
+        self.shards.update(shard for _, _, shard, *_ in spans)
+        self.shards.update(shard for shard, *_ in messages)
+        return traj
+
+    def _span(self, kind: str, version: int | None, place: Place) -> Span:
+        """Its arrays are its own."""
         shard, offset, tokens, checksum = place
         size = tokens * _TOKEN_BYTES
         generated = kind == SpanKind.GENERATED
@@ -275,17 +286,12 @@ class TokenReader:
             version=version,
         )
 
-    def message(self, place: Place) -> Message:
-        """The message at that place."""
-        message: Message = loads(self._data(*place))
-        return message
-
     def _data(self, shard: int, offset: int, size: int, checksum: int) -> bytes:
         path = _path(self._folder, shard)
-        if shard not in self._shards:
+        if shard not in self._data_of:
             with reading(path):
-                self._shards[shard] = path.read_bytes()
-        data = self._shards[shard][offset : offset + size]
+                self._data_of[shard] = path.read_bytes()
+        data = self._data_of[shard][offset : offset + size]
         if len(data) < size:
             raise damaged(path, f"it has {len(data)} of {size} bytes at offset {offset}")
         if zlib.crc32(data) != checksum:
