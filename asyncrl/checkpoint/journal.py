@@ -11,7 +11,7 @@ rest as JSON in the header; the last array is the checksum (``files.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,7 @@ _NUMBERS = ("advantage", "weight", "temperature")
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "mask": "|b1"}
 _TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL", "|u1": "U8"}
 _SUFFIX = ".safetensors"
-_HEAD = (
-    *("n", "version", "admitted", "dropped", "trained_members", "dropped_members"),
-    *("failed_attempts", "rerolled", "run", "loss", "divisor"),
-)
+_HEAD = tuple(field.name for field in fields(JournalEntry) if field.name != "chunks")
 
 
 class Journal:
@@ -113,13 +110,7 @@ def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
     shapes = [(name, array.dtype, len(sequences)) for name, array in numbers.items()]
     shapes += [(name, np.dtype(kind), tokens) for name, kind in _ARRAYS.items()]
     shapes.append(("crc32", np.dtype("|u1"), DIGITS))
-    head = {
-        **{name: getattr(entry, name) for name in _HEAD},
-        "consumed": entry.consumed,
-        "renewed": entry.renewed,
-        "settings": None if entry.settings is None else asdict(entry.settings),
-        "chunks": [len(chunk) for chunk in entry.chunks],
-    }
+    head = {**{name: getattr(entry, name) for name in _HEAD}, "chunks": [len(chunk) for chunk in entry.chunks]}
     yield _header(shapes, {"format": _FORMAT, "entry": orjson.dumps(head).decode()})
     for array in numbers.values():
         yield array.tobytes()

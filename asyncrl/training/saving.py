@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -41,6 +41,7 @@ from asyncrl.types import Row
 
 __all__ = ["NothingSaved", "RunSaver", "Saver"]
 
+T = TypeVar("T")
 _COUNTED = (
     "recovery/steps_replayed",
     "recovery/groups_begun_anew",
@@ -204,7 +205,7 @@ class RunSaver:
             failure: LearnerError | None = None
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._in_step_thread, partial(self._files.journal.draft, entry))
+                    tasks.start_soon(partial(self._off_loop, self._files.journal.draft, entry, for_step=True))
                     try:
                         yield
                     except LearnerError as error:
@@ -215,10 +216,10 @@ class RunSaver:
                 note(failure, error)
             if failure is not None:
                 with noted(failure):
-                    path = await self._in_step_thread(partial(self._files.journal.refuse, entry.n))
+                    path = await self._off_loop(self._files.journal.refuse, entry.n, for_step=True)
                     failure.add_note(f"its batch is in {path}")
                 raise failure
-            await self._in_step_thread(partial(self._files.commit, entry.n))
+            await self._off_loop(self._files.commit, entry.n, for_step=True)
 
     async def save_weights(self, learner: Learner, *, n: int, version: int, at_once: bool = False) -> None:
         """Save the parameters, which are those after step ``n``, if that is due or wanted ``at_once``."""
@@ -235,7 +236,7 @@ class RunSaver:
         reason = f"it took longer than {_GRACE_S:g} s"
         try:
             with anyio.move_on_after(_GRACE_S, shield=True):
-                await self._off_loop(partial(self._save, capture()), abandon=True)
+                await self._off_loop(self._save, capture(), abandon=True)
                 return
         except OSError as error:
             reason = str(error)
@@ -248,7 +249,7 @@ class RunSaver:
 
     async def note_evaluated(self, n: int) -> None:
         """The policy after step ``n`` was measured, and need not be again."""
-        await self._off_loop(partial(self._files.note_evaluated, n))
+        await self._off_loop(self._files.note_evaluated, n)
 
     def _notice(self, name: str, keys: Mapping[str, object], *, level: str = "warning") -> None:
         self._events.emit(Notice(time=anyio.current_time(), name=name, level=level, keys=keys))
@@ -258,14 +259,14 @@ class RunSaver:
 
     async def _write_weights(self, learner: Learner, *, n: int, version: int) -> None:
         weights = self._files.weights
-        await learner.save_state(await self._off_loop(partial(weights.draft, version)))
+        await learner.save_state(await self._off_loop(weights.draft, version))
         await self._off_loop(partial(weights.commit, n=n, version=version, run=self._files.run))
         self._saved = (n, version)
 
     async def _save_regularly(self, capture: Callable[[], RunState]) -> None:
         while True:
             await anyio.sleep(self._options.rollout_every)
-            await self._off_loop(partial(self._save, capture()))
+            await self._off_loop(self._save, capture())
 
     def _count_member(self, event: Event) -> None:
         if isinstance(event, MemberResumed):
@@ -285,18 +286,16 @@ class RunSaver:
     def _save(self, state: RunState) -> None:
         self._files.save(state, weights_step=self._saved[0])
 
-    async def _in_step_thread(self, function: Callable[[], Any]) -> Any:
-        return await self._run(function, self._step_thread)
-
-    async def _off_loop(self, function: Callable[[], Any], *, abandon: bool = False) -> Any:
-        return await self._run(function, self._thread, abandon=abandon)
-
-    async def _run(self, function: Callable[[], Any], limiter: anyio.CapacityLimiter, *, abandon: bool = False) -> Any:
+    async def _off_loop(
+        self, function: Callable[..., T], *arguments: Any, for_step: bool = False, abandon: bool = False
+    ) -> T:
+        """Call ``function`` in the thread for everything, or in the one ``for_step``; ``abandon`` it if cancelled."""
         if getattr(asyncio.get_running_loop(), "virtual", False):
             # Where time is virtual, a thread would take none, or all there is.
             await anyio.lowlevel.checkpoint()
-            return function()
-        return await anyio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)
+            return function(*arguments)
+        limiter = self._step_thread if for_step else self._thread
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=limiter, abandon_on_cancel=abandon)
 
 
 class NothingSaved:
