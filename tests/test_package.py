@@ -148,6 +148,18 @@ def test_rules_and_values_do_no_io() -> None:
         assert not roots & {*HEAVY, "anyio", "asyncio", "httpx", "subprocess", "socket", "threading"}, module
 
 
+def test_checkpoints_know_values_only() -> None:
+    """What a run directory holds can be read without a policy, an engine or an event loop."""
+    below = {"plain", "errors", "files", "types", "checkpoint"}
+    values = {"learning.base", "rollout.progress", "scheduling.ledger"}
+    for module, tree in TREES.items():
+        if module.startswith("asyncrl.checkpoint."):
+            for name in imports(tree):
+                if name.startswith("asyncrl."):
+                    assert room(name) in below or name.removeprefix("asyncrl.") in values, f"{module} imports {name}"
+                assert name.partition(".")[0] not in {*HEAVY, "anyio", "asyncio"}, module
+
+
 def test_torch_is_imported_at_once_only_where_it_computes() -> None:
     """Everything but the learner's core and the embedded server can be imported without torch."""
     for module, tree in TREES.items():

@@ -1,7 +1,7 @@
 """A run directory: which files are in it, and how they make the state of its run. Blocking: call from worker threads.
 
 ``run.json`` says which run it is of and whether that has begun; its configuration is for people. Of what other files
-say about the run, only the number of its last step is looked at: a step that was told is not to be made again without
+say about the run, only the number of its last step is looked at: a step that was logged is not to be made again without
 a word.
 """
 
@@ -57,11 +57,11 @@ class RunDirectory:
         # Of the run file.
 
     def read(
-        self, identity: Mapping[str, Any], row: Callable[[int], Row], steps: int, told: tuple[Path, int] | None
+        self, identity: Mapping[str, Any], row: Callable[[int], Row], steps: int, logged: tuple[Path, int] | None
     ) -> None:
         """Read the state of the run that ``identity`` describes, and which is to have so many ``steps``.
 
-        ``row(index)`` is that of a group. ``told``: a file for other programs, and the last step that it tells of.
+        ``row(index)`` is that of a group. ``logged``: a file for other programs, and the last step in it.
         Raises ``ConfigError`` with each difference if the state is of another run, ``CheckpointError`` if something
         that it needs is missing or damaged.
         """
@@ -87,7 +87,7 @@ class RunDirectory:
         for n in entries:
             if n > self.state.n:
                 self._apply(n, snapshots)
-        self._require_told(told)
+        self._require_logged(logged)
         if self._evaluated_file.exists():
             self.evaluated = read_json(self._evaluated_file)["n"]
         self._content |= {"run": self.run, "plan": identity, "steps": steps}
@@ -139,9 +139,9 @@ class RunDirectory:
                 f"journal beside it; {_WAY_OUT}"
             )
 
-    def _require_told(self, told: tuple[Path, int] | None) -> None:
-        if told is not None and told[1] > self.state.n:
-            path, step = told
+    def _require_logged(self, logged: tuple[Path, int] | None) -> None:
+        if logged is not None and logged[1] > self.state.n:
+            path, step = logged
             raise CheckpointError(
                 f"{path} has step {step}, but state and journal beside it end with step {self.state.n}; {_WAY_OUT}; "
                 f"to make the steps after {self.state.n} once more, move {path.name} away"

@@ -25,7 +25,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished
 from asyncrl.files import reading
 
-__all__ = ["EventFiles", "encode_event", "event_name", "read_results", "told_step", "write_events"]
+__all__ = ["EventFiles", "encode_event", "event_name", "last_logged_step", "read_results", "write_events"]
 
 _PENDING_EVENTS = 65_536
 # About a minute of a run with a thousand requests a second: a disk that is slower than that is not coming back.
@@ -107,7 +107,7 @@ def read_results(directory: Path) -> Iterator[Event]:
                 yield Notice(time=0.0, name="line_unreadable", level="warning", keys=keys)
 
 
-def told_step(directory: Path) -> tuple[Path, int] | None:
+def last_logged_step(directory: Path) -> tuple[Path, int] | None:
     """The last step that the run's files tell of, and in which; None if they tell of none. Blocking."""
     for name, wanted in (("metrics.jsonl", b""), ("events.jsonl", b'"event":"step_finished"')):
         steps = [step for _, line in _lines(directory / name, wanted) if (step := _number(line)) is not None]

@@ -33,7 +33,7 @@ from asyncrl.events import Event, MemberResumed, Notice
 from asyncrl.files import locked
 from asyncrl.learning.base import Learner, TrainingSequence
 from asyncrl.learning.losses import Loss
-from asyncrl.observe.sinks import told_step
+from asyncrl.observe.sinks import last_logged_step
 from asyncrl.publishing.policy import OpenPolicy
 from asyncrl.training.options import TrainingOptions
 from asyncrl.training.resume import begin_late_anew, find_versions, renew_unsampled, require_versions
@@ -281,7 +281,7 @@ class RunSaver:
         return described({**self._training.identity(), "rows": rows_digest(self._rows)})
 
     def _read(self) -> None:
-        self._files.read(self._identity(), self._row, self._steps, told_step(self._files.path))
+        self._files.read(self._identity(), self._row, self._steps, last_logged_step(self._files.path))
 
     def _save(self, state: RunState) -> None:
         self._files.save(state, weights_step=self._saved[0])

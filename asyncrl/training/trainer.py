@@ -49,7 +49,7 @@ async def _run(run: TrainingRun, consumer: Consumer[Step]) -> None:
 async def _admit(run: TrainingRun) -> None:
     """Start a group whenever a slot is free. The end of the run ends it: a group that fails may have to be replaced."""
     async with anyio.create_task_group() as groups:
-        for group in sorted(run.record.progress):  # an earlier process had admitted it
+        for group in run.record.unfinished:  # an earlier process had admitted it
             groups.start_soon(WhenBegun, run.roll_out, group)
             await anyio.lowlevel.checkpoint()
         while True:

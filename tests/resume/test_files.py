@@ -22,7 +22,7 @@ from asyncrl.checkpoint.trajectories import frozen, read_trajectory
 from asyncrl.errors import CheckpointError
 from asyncrl.events import EvaluationFinished, Events, Notice, StepFinished
 from asyncrl.learning.base import TrainingSequence
-from asyncrl.observe.sinks import read_results, told_step, write_events
+from asyncrl.observe.sinks import last_logged_step, read_results, write_events
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import DropReason, Group, Span, SpanKind, StopReason, ToolCall, Trajectory, TruncationCause
 
@@ -397,7 +397,7 @@ def test_a_line_of_results_that_cannot_be_read_is_said_and_left_out(tmp_path: Pa
     assert (first.n, last.n) == (1, 3)
     assert isinstance(notice, Notice)
     assert (notice.name, notice.keys) == ("line_unreadable", {"path": str(path), "line": 2})
-    assert told_step(tmp_path) == (path, 3)
+    assert last_logged_step(tmp_path) == (path, 3)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
