@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,9 @@ import anyio
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.wireserver import WireError, adapter_error, bad_value
-from asyncrl.testing.theta import find_theta, holds_theta, read_theta
+from asyncrl.testing.theta import find_theta, find_theta_in
 
-__all__ = ["LoadedTheta", "ScriptedAdapters"]
+__all__ = ["LoadedTheta", "ScriptedAdapters", "decoded"]
 
 _IN_BODY = Path("__tensor__")
 # What SGLang says is the path of an adapter that came in a request.
@@ -49,7 +50,7 @@ class ScriptedAdapters:
         """Have these adapters loaded, and no others."""
         self._loaded.clear()
         for name, path in paths.items():
-            self._put(name, path, _theta_of(path) or 0.0)
+            self._put(name, path, find_theta_in(path) or 0.0)
 
     def forget(self) -> None:
         """Be a new process."""
@@ -61,7 +62,7 @@ class ScriptedAdapters:
         async with self._one_change:
             if name in self._loaded:
                 raise self._error(f"Failed to load LoRA adapter {name} because it is already loaded")
-            theta = _theta_of(path) if content is None else find_theta(content)
+            theta = find_theta_in(path) if content is None else find_theta(content)
             if theta is None:
                 raise self._error(f"Failed to load LoRA adapter {name} from {path}")
             self._put(name, path if content is None else _IN_BODY, theta)
@@ -82,7 +83,7 @@ class ScriptedAdapters:
         if name not in self._loaded:
             async with self._one_change:
                 if name not in self._loaded:
-                    theta = _theta_of(self._known[name])
+                    theta = find_theta_in(self._known[name])
                     if theta is None:
                         raise bad_value(f"Failed to implicitly load LoRA adapter {name} from {self._known[name]}")
                     self._put(name, self._known[name], theta)
@@ -98,5 +99,6 @@ class ScriptedAdapters:
         return adapter_error(message, {name: str(path) for name, path in self.paths.items()})
 
 
-def _theta_of(path: Path) -> float | None:
-    return read_theta(path) if holds_theta(path) else None
+def decoded(payloads: Sequence[object]) -> list[bytes]:
+    """Payloads as they come in a JSON body, out of base64."""
+    return [base64.b64decode(str(payload)) for payload in payloads]

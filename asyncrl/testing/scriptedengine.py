@@ -7,6 +7,7 @@ for each of them. Nothing that it is sent is ever unpickled: theta is the name o
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections import deque
@@ -26,11 +27,12 @@ from asyncrl.servers.wireserver import (
     allowed_new_tokens,
     bad_value,
     generate_reply,
+    longest_prompt,
     update_error,
 )
-from asyncrl.testing.scriptedadapters import ScriptedAdapters
+from asyncrl.testing.scriptedadapters import ScriptedAdapters, decoded
 from asyncrl.testing.scriptedrun import PrefixMemory, Run
-from asyncrl.testing.theta import VOCABULARY, find_theta, holds_theta, read_theta
+from asyncrl.testing.theta import VOCABULARY, find_theta_in
 
 __all__ = ["ScriptedEngine", "ScriptedLimits"]
 
@@ -61,6 +63,8 @@ class ScriptedEngine:
         """Of the last update that succeeded; requests may carry another one after an update that could not flush."""
         self.model_path = "scripted"
         self.paused: str | None = None
+        self.more_limits: dict[str, int] = {}
+        """More sizes that ``/server_info`` tells."""
         self.adapters = ScriptedAdapters()
         self._eos = eos
         self._ignores_adapters = ignores_adapters
@@ -77,13 +81,16 @@ class ScriptedEngine:
         self._writers = 0
         self._prefixes = PrefixMemory()
         self._random = random.Random(0)
-        self._session = False
-        self._groups: set[str] = set()
 
     @property
     def in_flight(self) -> int:
         """Requests that are being answered."""
         return len(self._live)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and output together, None if there is no bound."""
+        return self.limits.context_length
 
     @property
     def load(self) -> tuple[int, int]:
@@ -105,19 +112,21 @@ class ScriptedEngine:
         self._catch_up()
         self._theta = value
 
-    def relabel(self, label: str) -> None:
+    async def relabel(self, label: str) -> None:
         """Give the base weights another label; tokens that follow carry it."""
+        self.set_label(label)
+
+    def set_label(self, label: str) -> None:
+        """The same, at once."""
         self._catch_up()
         self.label = self._run_label = label
 
     def forget(self) -> None:
         """Be a new process, for everything but the requests that are being answered."""
         self.adapters.forget()
-        self._groups.clear()
-        self._session = False
         self._prefixes.clear()
         self.theta = 0.0
-        self.relabel("default")
+        self.set_label("default")
         self.resume()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -159,14 +168,14 @@ class ScriptedEngine:
         for run in self._live.values():
             run.hurry()
 
-    def abort(self, rid: str) -> None:
+    async def abort(self, rid: str) -> None:
         """End a request. One at the gate is not found there, and cannot be aborted any more, as in SGLang."""
         run = self._live.get(rid)
         if run is not None and not run.abort_sent:
             run.abort_sent = True
             self._end(run)
 
-    def abort_all(self) -> None:
+    async def abort_all(self) -> None:
         """End every request that has passed the gate."""
         for run in [*self._waiting, *self._running]:
             self._end(run)
@@ -185,7 +194,7 @@ class ScriptedEngine:
         if mode == "retract":
             self._running.clear()
         if mode == "abort":
-            self.abort_all()
+            await self.abort_all()
             await self._drained.wait_until(lambda: not self._inside)
 
     def resume(self) -> None:
@@ -199,8 +208,11 @@ class ScriptedEngine:
         self._admit()
         self._open_gate()
 
-    def flush(self) -> bool:
+    async def flush(self) -> bool:
         """Forget prefixes; False, and nothing happens, while requests run or, not paused, wait."""
+        return self._flush()
+
+    def _flush(self) -> bool:
         if self._running or (self._waiting and self.paused is None):
             return False
         self._prefixes.clear()
@@ -208,59 +220,86 @@ class ScriptedEngine:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    async def update_from_disk(self, path: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
+    async def update_weights(self, weights: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
         """Take theta from a folder."""
         if abort_all:
-            self.abort_all()
-        async with self._exclusive():
-            if not holds_theta(path):
-                raise update_error(f"Failed to get weights iterator: {path}")
-            self._replace(read_theta(path), label, flush=flush)
-            self.model_path = str(path)
+            await self.abort_all()
+        async with self.exclusive():
+            theta = find_theta_in(weights)
+            if theta is None:
+                raise update_error(f"Failed to get weights iterator: {weights}")
+            self.replace(theta, label, flush=flush)
+            self.model_path = str(weights)
 
-    async def update_in_session(
-        self, route: str, content: Sequence[bytes], label: str | None, *, flush: bool, abort_all: bool
-    ) -> None:
-        """Take theta from the name of a tensor in ``content``; without one only the label changes."""
-        if abort_all:
-            self.abort_all()
-        async with self._exclusive():
-            if not self._session:
-                raise update_error(f"{route} must run between begin_weight_update() and end_weight_update()")
-            theta = find_theta(content)
-            self._replace(self._theta if theta is None else theta, label, flush=flush)
-
-    async def begin_update(self) -> None:
-        """Open the session."""
-        async with self._exclusive():
-            if self._session:
-                raise update_error("a weight-update session is already open; call end_weight_update() first")
-            self._session = True
-
-    async def end_update(self) -> None:
-        """Close it."""
-        async with self._exclusive():
-            if not self._session:
-                raise update_error("no weight-update session is open; call begin_weight_update() first")
-            self._session = False
-
-    def join_group(self, name: str) -> None:
-        """Say that the group is joined; nobody connects to it."""
-        self._groups.add(name)
-
-    def leave_group(self, name: str) -> None:
-        """Forget it."""
-        if name not in self._groups:
-            raise update_error("The group to be destroyed does not exist.")
-        self._groups.remove(name)
-
-    def require_group(self, name: str) -> None:
-        """Refuse a broadcast through a group that nobody made."""
-        if self._session and name not in self._groups:
+    def replace(self, theta: float, label: str | None, *, flush: bool) -> None:
+        """Take ``theta`` as the base weights; ``WireError`` if the cache was to be flushed and could not be."""
+        self.theta = theta
+        if label is not None:
+            self._run_label = label
+        if flush and not self._flush():
             raise update_error(
-                f"Failed to receive weights: Group {name} not in {sorted(self._groups)}. "
-                "Please call `init_weights_update_group` first."
+                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+                "Retract or finish them, then call /flush_cache."
             )
+        if label is not None:
+            self.label = label
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncGenerator[None, None]:
+        """At once if paused; else after the requests that have passed the gate, and new ones wait."""
+        if self.paused is not None:
+            yield
+            return
+        self._writers += 1
+        try:
+            await self._drained.wait_until(lambda: not self._inside)
+            yield
+        finally:
+            self._writers -= 1
+            self._open_gate()
+
+    async def checksums(self) -> dict[str, str]:
+        """A digest of theta."""
+        return {"theta": hashlib.sha256(str(self._theta).encode()).hexdigest()[:16]}
+
+    # -- adapters, and what the server says of itself -----------------------------------------------------------------
+
+    def loaded_adapters(self) -> dict[str, str]:
+        """Name -> path."""
+        return {name: str(path) for name, path in self.adapters.paths.items()}
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a folder under a name that is not taken."""
+        await self.adapters.load(name, Path(path))
+
+    async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None:
+        """Load theta from the name of a tensor in ``payloads``, which are in base64."""
+        await self.adapters.load(name, Path(), decoded(payloads))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; returns when the last request that uses it has ended."""
+        await self.adapters.unload(name)
+
+    def model_details(self) -> dict[str, Any]:
+        """There is no tokenizer."""
+        return {"tokenizer_path": "scripted"}
+
+    def server_details(self) -> dict[str, Any]:
+        """The sizes that the server has."""
+        limits, context = self.limits, self.context_length
+        sizes = {
+            "max_total_num_tokens": limits.max_total_tokens,
+            "max_running_requests": limits.max_running_requests,
+            "max_req_input_len": context and longest_prompt(context, limits.max_total_tokens or context),
+        }
+        return {name: size for name, size in sizes.items() if size is not None} | self.more_limits
+
+    def load_details(self) -> dict[str, Any]:
+        """The sizes, if both are known."""
+        pool, most = self.limits.max_total_tokens, self.limits.max_running_requests
+        if pool is None or most is None:
+            return {}
+        return {"max_total_num_tokens": pool, "max_running_requests": most, "token_usage": 0.0}
 
     # -- how a request goes on ----------------------------------------------------------------------------------------
 
@@ -334,32 +373,6 @@ class ScriptedEngine:
 
     def _theta_for(self, run: Run) -> float:
         return self._theta if run.adapter is None or self._ignores_adapters else run.adapter.theta
-
-    def _replace(self, theta: float, label: str | None, *, flush: bool) -> None:
-        self.theta = theta
-        if label is not None:
-            self._run_label = label
-        if flush and not self.flush():
-            raise update_error(
-                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
-                "Retract or finish them, then call /flush_cache."
-            )
-        if label is not None:
-            self.label = label
-
-    @asynccontextmanager
-    async def _exclusive(self) -> AsyncGenerator[None, None]:
-        """At once if paused; else after the requests that have passed the gate, and new ones wait."""
-        if self.paused is not None:
-            yield
-            return
-        self._writers += 1
-        try:
-            await self._drained.wait_until(lambda: not self._inside)
-            yield
-        finally:
-            self._writers -= 1
-            self._open_gate()
 
     def _open_gate(self) -> None:
         self._gate.notify()

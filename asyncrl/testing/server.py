@@ -18,9 +18,10 @@ import httpx
 import orjson
 
 from asyncrl.concurrency.notifier import Notifier
+from asyncrl.servers.wireroutes import WireRoutes
 from asyncrl.servers.wireserver import GenerateRequest, WireError, parse_body, parse_generate
 from asyncrl.testing.scriptedengine import ScriptedEngine, ScriptedLimits
-from asyncrl.testing.scriptedroutes import ScriptedRoutes
+from asyncrl.testing.scriptedupdates import ScriptedUpdates
 
 __all__ = ["Fault", "GenerateCall", "ScriptedLimits", "ScriptedServer", "network"]
 
@@ -94,7 +95,8 @@ class ScriptedServer:
             ignores_adapters=ignores_adapters,
             changed=self._changed,
         )
-        self._routes = ScriptedRoutes(self._engine)
+        self._updates = ScriptedUpdates(self._engine)
+        self._routes = WireRoutes(self._engine, self._updates, version="scripted")
         self._faults: dict[str, deque[Fault]] = {}
         self._releases = 0
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
@@ -107,7 +109,7 @@ class ScriptedServer:
         self.aborted: list[str] = []
         """Every rid that somebody asked to abort."""
         self.peak_in_flight = 0
-        self.limits: dict[str, int] = self._routes.limits
+        self.limits: dict[str, int] = self._engine.more_limits
         """More sizes that ``/server_info`` tells, such as ``max_req_input_len``."""
         self.down = False
         """In-process only: refuse connections."""
@@ -143,7 +145,7 @@ class ScriptedServer:
 
     @weight_version.setter
     def weight_version(self, label: str) -> None:
-        self._engine.relabel(label)
+        self._engine.set_label(label)
 
     @property
     def base_theta(self) -> float:
@@ -166,6 +168,7 @@ class ScriptedServer:
 
     def restart(self) -> None:
         """Come back as a new process: nothing is loaded."""
+        self._updates.forget()
         self._engine.forget()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ __all__ = [
     "ThetaLearner",
     "draw_token",
     "find_theta",
-    "holds_theta",
+    "find_theta_in",
     "read_theta",
     "theta_distribution",
     "theta_logprobs",
@@ -42,14 +42,14 @@ def write_theta(folder: Path, theta: float) -> None:
     (folder / _FILE).write_bytes(orjson.dumps({"theta": theta}))
 
 
-def holds_theta(folder: Path) -> bool:
-    """True if ``folder`` is one that a server can load."""
-    return (folder / _FILE).is_file()
-
-
 def read_theta(folder: Path) -> float:
     """Read what a learner exported."""
     return float(orjson.loads((folder / _FILE).read_bytes())["theta"])
+
+
+def find_theta_in(folder: Path) -> float | None:
+    """The number in ``folder``, None if it is not one that a server can load."""
+    return read_theta(folder) if (folder / _FILE).is_file() else None
 
 
 def find_theta(content: Iterable[bytes]) -> float | None:

@@ -14,7 +14,7 @@ from asyncrl.testing.theta import (
     ThetaLearner,
     draw_token,
     find_theta,
-    holds_theta,
+    find_theta_in,
     read_theta,
     theta_distribution,
     theta_logprobs,
@@ -60,7 +60,7 @@ async def test_a_learner_gives_theta_as_a_folder_as_a_name_and_as_logprobs(tmp_p
     """A server learns the same number, whichever way it comes."""
     learner = ThetaLearner(theta=-0.25)
     await learner.export(tmp_path)
-    assert holds_theta(tmp_path)
+    assert find_theta_in(tmp_path) == -0.25
     assert read_theta(tmp_path) == -0.25
     weights = await learner.weights()
     assert find_theta([b"nothing", *(name.encode() for name in weights)]) == -0.25
@@ -79,6 +79,6 @@ def test_theta_is_found_in_a_payload_that_nobody_unpickles(theta: float, protoco
 
 def test_a_folder_without_theta_is_none(tmp_path: Path) -> None:
     """And one that was written is."""
-    assert not holds_theta(tmp_path)
+    assert find_theta_in(tmp_path) is None
     write_theta(tmp_path, 1.0)
-    assert holds_theta(tmp_path)
+    assert find_theta_in(tmp_path) == 1.0

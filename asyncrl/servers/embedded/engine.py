@@ -54,7 +54,7 @@ class Engine:
         self.sampled_tokens = 0
         """Of all requests, since it began."""
         self._tokenizer = tokenizer
-        self._max_running_requests = max_running_requests
+        self.max_running_requests = max_running_requests
         self._random = random.Random(random_seed)
         self._passing: list[Request] = []
         # The requests of the pass that is being computed.
@@ -140,7 +140,7 @@ class Engine:
         beginnings: set[tuple[Any, ...]] = set()
         longest = 0
         skipped: deque[Request] = deque()
-        while self.waiting and len(self.running) + len(chosen) < self._max_running_requests:
+        while self.waiting and len(self.running) + len(chosen) < self.max_running_requests:
             if self._suspects and (self.running or chosen):
                 break
             request = self.waiting.popleft()

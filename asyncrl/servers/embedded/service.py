@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -33,6 +33,7 @@ from asyncrl.servers.wireserver import (
     allowed_new_tokens,
     bad_value,
     generate_reply,
+    longest_prompt,
     update_error,
 )
 
@@ -66,6 +67,7 @@ class Service:
         self.paused = False
         self._adapters: dict[str, LoadedAdapter] = {}
         self._tokenizer = tokenizer
+        self._tokenizer_path = str(model_path)
         self._worker = worker
         self._eos = eos
         self._known_paths: dict[str, str] = {}
@@ -234,6 +236,32 @@ class Service:
     def loaded_adapters(self) -> dict[str, str]:
         """Name to path."""
         return {name: adapter.path for name, adapter in self._adapters.items()}
+
+    async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None:
+        """Refused with ``WireError``."""
+        raise self._lora_error(
+            f"Failed to load LoRA adapter {name}: this server never unpickles what it is sent; load it from disk"
+        )
+
+    def model_details(self) -> dict[str, Any]:
+        """What ``/model_info`` says of the kind of model."""
+        config = self.engine.model.config
+        kind = {"model_type": config.model_type, "architectures": config.architectures}
+        return {"tokenizer_path": self._tokenizer_path} | kind
+
+    def server_details(self) -> dict[str, Any]:
+        """Sizes, in tokens and requests."""
+        return {
+            "max_total_num_tokens": self.engine.model.slots,
+            "max_running_requests": self.engine.max_running_requests,
+            "max_req_input_len": longest_prompt(self.context_length, self.engine.model.slots),
+        }
+
+    def load_details(self) -> dict[str, Any]:
+        """What the KV pool holds."""
+        slots, used = self.engine.cache.slots, self.engine.cache.slots - self.engine.cache.free
+        sizes = {"max_total_num_tokens": slots, "max_running_requests": self.engine.max_running_requests}
+        return {"num_used_tokens": used, "token_usage": used / slots} | sizes
 
     async def _adapter(self, name: str) -> LoadedAdapter:
         """The adapter that a request names."""

@@ -7,7 +7,7 @@ are refused: reading them would mean unpickling.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -16,6 +16,7 @@ import anyio.to_thread
 from asyncrl.sampling.replies import shown
 from asyncrl.servers.embedded.group import ReceivingGroup
 from asyncrl.servers.embedded.service import Service
+from asyncrl.servers.wireroutes import UpdateSession, update_options
 from asyncrl.servers.wireserver import bad_request, field, update_error
 
 __all__ = ["WeightUpdates"]
@@ -27,31 +28,16 @@ _WITHIN_S = 120.0
 # For the other ranks to join, and for a broadcast to arrive.
 
 
-class WeightUpdates:
+class WeightUpdates(UpdateSession):
     """Owns the session and the groups of one server."""
 
     def __init__(self, service: Service) -> None:
+        super().__init__(service.exclusive)
         self._service = service
-        self._open = False
-        self._groups: dict[str, ReceivingGroup] = {}
         # A thread for each group that is waited for, and one more so that a dead trainer does not block the next one.
         self._limiter = anyio.CapacityLimiter(4)
 
-    async def begin(self) -> None:
-        """Open the session, once nothing runs or while paused."""
-        async with self._service.exclusive():
-            if self._open:
-                raise update_error("a weight-update session is already open; call end_weight_update() first")
-            self._open = True
-
-    async def end(self) -> None:
-        """Close the session."""
-        async with self._service.exclusive():
-            if not self._open:
-                raise update_error("no weight-update session is open; call begin_weight_update() first")
-            self._open = False
-
-    def refuse_tensors(self) -> None:
+    async def receive_tensors(self, payloads: Sequence[object], body: Mapping[str, Any]) -> None:
         """Raise what SGLang says outside of a session, or that we never unpickle."""
         self._require_open("update_weights_from_tensor")
         raise update_error("this server never unpickles what it is sent: update from disk or by broadcast")
@@ -80,25 +66,14 @@ class WeightUpdates:
         except (RuntimeError, ValueError) as error:
             raise update_error(f"Failed to initialize custom process group: {error}.") from error
 
-    def leave(self, name: str) -> None:
-        """Forget a group."""
-        if self._groups.pop(name, None) is None:
-            raise update_error("The group to be destroyed does not exist.")
-
     async def receive(self, body: Mapping[str, Any]) -> None:
         """Take what rank 0 broadcasts, then replace those weights."""
         self._require_open("update_weights_from_distributed")
         names, dtypes, shapes = (field(body, key, list, ...) for key in ("names", "dtypes", "shapes"))
         name = _name(body)
-        label, flush = field(body, "weight_version", str), field(body, "flush_cache", bool, True)
-        abort_all = field(body, "abort_all_requests", bool, False)
+        options = update_options(body)
         flattened = body.get("load_format") == "flattened_bucket"
-        group = self._groups.get(name)
-        if group is None:
-            raise update_error(
-                f"Failed to receive weights: Group {name} not in {list(self._groups)}. "
-                "Please call `init_weights_update_group` first."
-            )
+        group: ReceivingGroup = self._require_group(name)
         # Before anybody waits for a broadcast that could not be used.
         self._require_ours(names, dtypes, shapes)
         try:
@@ -109,7 +84,7 @@ class WeightUpdates:
             )
         except (RuntimeError, ValueError) as error:
             raise update_error(f"Failed to receive weights: {error}") from error
-        await self._service.update_weights(tensors, label, flush=flush, abort_all=abort_all)
+        await self._service.update_weights(tensors, **options)
 
     def _require_ours(self, names: list[Any], dtypes: list[Any], shapes: list[Any]) -> None:
         if not len(names) == len(dtypes) == len(shapes):
@@ -127,10 +102,6 @@ class WeightUpdates:
                 raise update_error(
                     f"Failed to receive weights: dtypes has {shown(dtype)}, but must have {', '.join(_DTYPES)}"
                 )
-
-    def _require_open(self, call: str) -> None:
-        if not self._open:
-            raise update_error(f"{call} must run between begin_weight_update() and end_weight_update()")
 
 
 def _within(body: Mapping[str, Any], key: str, least: int, most: int) -> int:
