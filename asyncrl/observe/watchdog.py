@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
@@ -33,6 +33,7 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.rollout.activity import Activities, Activity
+from asyncrl.sampling.backend import SamplingBackend
 
 __all__ = ["WATCHED", "Watchdog"]
 
@@ -57,28 +58,16 @@ _NAMED = 5
 # Members in one notice: what holds one of them often holds others, and several can be stuck for reasons of their own.
 
 
-class Servers(Protocol):
-    """Knows on which server something is waited for; ``SGLang`` is one."""
-
-    def server_of(self, trajectory: str) -> str | None:
-        """The server that has a request of ``trajectory`` now."""
-        ...
-
-    def oldest_call(self) -> tuple[float, str] | None:
-        """Since when the oldest control call is under way, and its URL."""
-        ...
-
-
 class Watchdog:
     """Subscribe ``observe`` to ``WATCHED`` and start ``run`` in a task group."""
 
     def __init__(
-        self, events: Events, activities: Activities, *, groups_per_step: int, servers: Servers | None = None
+        self, events: Events, activities: Activities, *, groups_per_step: int, sampler: SamplingBackend
     ) -> None:
         self._events = events
         self._activities = activities
         self._groups_per_step = groups_per_step
-        self._servers = servers
+        self._sampler = sampler
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._last = 0.0
         # Loop time of the last event.
@@ -177,7 +166,7 @@ class Watchdog:
             "turn": traj.turns if activity.doing == "reply" else traj.turns + 1,
         }
         if activity.doing == "sampling":
-            server = None if self._servers is None else self._servers.server_of(traj.id)
+            server = self._sampler.server_of(traj.id)
             if server is not None:
                 keys["server"] = server
             elif traj.server:
@@ -186,7 +175,7 @@ class Watchdog:
 
     def _of_publication(self, version: int) -> tuple[float, dict[str, object]]:
         keys: dict[str, object] = {"waits_for": f"the publication of version {version}"}
-        call = None if self._servers is None else self._servers.oldest_call()
+        call = self._sampler.oldest_call()
         if call is not None:
             keys["call"] = call[1]
         return self._unpublished[version], keys

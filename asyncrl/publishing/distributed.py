@@ -28,12 +28,12 @@ from asyncrl.publishing.delivery import JointUpdate
 from asyncrl.publishing.staging import Copies
 from asyncrl.sampling.control import ServerControl
 
-__all__ = ["DistributedCarrier", "Group", "OpenGroup"]
+__all__ = ["DistributedCarrier", "OpenGroup", "ProcessGroup"]
 
 _LEAVE_S = 5.0
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """Rank 0's side of a process group; its calls block. Real: ``TorchGroup``. Tests: one that sends nothing."""
 
     def join(self) -> None:
@@ -52,7 +52,9 @@ class Group(Protocol):
 class OpenGroup(Protocol):
     """Makes a group whose others meet us at ``listener``; blocks, but not for long."""
 
-    def __call__(self, listener: socket.socket, *, name: str, backend: str, world_size: int, timeout_s: float) -> Group:
+    def __call__(
+        self, listener: socket.socket, *, name: str, backend: str, world_size: int, timeout_s: float
+    ) -> ProcessGroup:
         """See ``OpenGroup``."""
         ...
 
@@ -61,7 +63,7 @@ class OpenGroup(Protocol):
 class _Joined:
     """A group that all its servers have joined."""
 
-    group: Group
+    group: ProcessGroup
     name: str
     servers: tuple[ServerControl, ...]
 
@@ -247,7 +249,9 @@ def _bucket(weights: Mapping[str, Any], names: Sequence[str], device: str | None
     return make_bucket(as_tensors(weights), names, device)
 
 
-def _torch_group(listener: socket.socket, *, name: str, backend: str, world_size: int, timeout_s: float) -> Group:
+def _torch_group(
+    listener: socket.socket, *, name: str, backend: str, world_size: int, timeout_s: float
+) -> ProcessGroup:
     from asyncrl.publishing.torch_group import TorchGroup
 
     return TorchGroup(listener, name=name, backend=backend, world_size=world_size, timeout_s=timeout_s)
@@ -255,7 +259,7 @@ def _torch_group(listener: socket.socket, *, name: str, backend: str, world_size
 
 def _listen_and_open(
     open_group: OpenGroup, urls: Sequence[str], *, name: str, backend: str, world_size: int, timeout_s: float
-) -> tuple[Group, str, int]:
+) -> tuple[ProcessGroup, str, int]:
     """A new group, and the address and port where servers find it."""
     listener = socket.create_server((_own_address(urls), 0))
     address, port = listener.getsockname()[:2]

@@ -25,7 +25,7 @@ from asyncrl.sampling.transport import TRANSPORT_ERRORS, Answer, was_stale
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
 from asyncrl.types import IntArray, Segment, StopReason
 
-__all__ = ["BehindRouter", "Exchange", "Lost"]
+__all__ = ["BehindRouter", "Exchange", "Failed"]
 
 _NOT_NOW = frozenset({408, 425, 429})
 # Timeout, too early, too many requests: what routers and proxies before a server say when it is busy. All other 4xx
@@ -33,7 +33,7 @@ _NOT_NOW = frozenset({408, 425, 429})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class Failed:
     """An attempt that got no segment; another one may."""
 
     reason: str
@@ -81,7 +81,7 @@ class Exchange:
         self._shunned: dict[str, str] = {}
         # Trajectory -> the server that was late with its last request, until its next one.
 
-    async def ask(self, place: Place, request: SegmentRequest, *, routing_key: str = "") -> Segment | Lost:
+    async def ask(self, place: Place, request: SegmentRequest, *, routing_key: str = "") -> Segment | Failed:
         """The segment, or why another attempt is worth it. Raises ``RequestRefused`` and ``ProtocolError``.
 
         ``WeightsOverwritten`` if somebody else keeps writing to the servers.
@@ -100,7 +100,7 @@ class Exchange:
         """The server that was late with the last request of this trajectory, if that was not asked before."""
         return self._shunned.pop(request.trajectory_id, None) if self._shunned else None
 
-    async def _attempt(self, place: Place, request: SegmentRequest, key: str) -> Segment | Lost | _Broken:
+    async def _attempt(self, place: Place, request: SegmentRequest, key: str) -> Segment | Failed | _Broken:
         # A rid belongs to one attempt: an earlier one may still be live on the server. All have the same length,
         # because an abort may match by prefix.
         rid = uuid.uuid4().hex
@@ -110,7 +110,7 @@ class Exchange:
         if anchor < self.oldest_anchor:
             return _aborted_at_once()
         if self._pool.state(place.url) is not ServerState.LIVE:
-            return Lost(reason="it takes no requests any more")
+            return Failed(reason="it takes no requests any more")
         started = anyio.current_time()
         work = work_of(len(request.input_ids), most_tokens)
         holds = self._labels.holds(_server(place))
@@ -123,7 +123,7 @@ class Exchange:
                     place.generate(body, routing_key=key), partial(self._aborts.begin, place, rid)
                 )
             except Interrupted:
-                return Lost(reason=_late(running) or "it was taken out of use", late=running.late_s is not None)
+                return Failed(reason=_late(running) or "it was taken out of use", late=running.late_s is not None)
             except TRANSPORT_ERRORS as error:
                 broken = _Broken(error=error, stale=was_stale(error, since=started))
         if answer is None:
@@ -137,19 +137,21 @@ class Exchange:
 
     async def _read(
         self, running: Running, request: SegmentRequest, answer: Answer, most_tokens: int
-    ) -> Segment | Lost:
+    ) -> Segment | Failed:
         if answer.status == 200:
             return self._answered(running, request, answer, most_tokens)
         place, text = running.place, error_text(answer.status, answer.content)
         if answer.status >= 500 or answer.status in _NOT_NOW:
             await self._aborts.abort(place, running.rid)
-            return Lost(reason=text)
+            return Failed(reason=text)
         if await _lost_adapter(place, request.adapter):
             self._suspect(place.url, text)
-            return Lost(reason=text)
+            return Failed(reason=text)
         raise RequestRefused(f"{place.url}: {text}")
 
-    def _answered(self, running: Running, request: SegmentRequest, answer: Answer, most_tokens: int) -> Segment | Lost:
+    def _answered(
+        self, running: Running, request: SegmentRequest, answer: Answer, most_tokens: int
+    ) -> Segment | Failed:
         place = running.place
         try:
             reply = orjson.loads(answer.content)
@@ -173,14 +175,14 @@ class Exchange:
                 self._pool.pace(place.url).saw(running.age_s, work_of(len(request.input_ids), tokens))
         elif running.late_s is not None:
             if not tokens:
-                return Lost(reason=_late(running), late=True)
+                return Failed(reason=_late(running), late=True)
             self._shunned[request.trajectory_id] = place.url
             self.repeated(place.url, "late")
         return segment
 
-    def _suspected(self, place: Place, error: Exception) -> Lost:
+    def _suspected(self, place: Place, error: Exception) -> Failed:
         self._suspect(place.url, described(error))
-        return Lost(reason=described(error))
+        return Failed(reason=described(error))
 
     def _room(self, url: str, request: SegmentRequest) -> int:
         """What may be asked for: a server refuses, or silently shortens, what goes beyond its context."""

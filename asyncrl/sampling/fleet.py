@@ -20,7 +20,7 @@ from asyncrl.sampling.backend import Restore, ServerFleet, Timeouts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.deadlines import HoldClock
-from asyncrl.sampling.exchange import BehindRouter, Exchange, Lost
+from asyncrl.sampling.exchange import BehindRouter, Exchange, Failed
 from asyncrl.sampling.labels import Labels, Writer
 from asyncrl.sampling.loads import LoadMonitor
 from asyncrl.sampling.overdue import Overdue
@@ -208,21 +208,21 @@ class Fleet(ServerFleet):
         version = request.version if request.replica else None
         reasons: list[str] = []
         avoid = self._exchange.shunned(request)
-        lost: Lost | None = None
+        failed: Failed | None = None
         while len(reasons) <= self._options.retries:
             self.labels.require_ours()
-            if lost is not None and self.pool.state(avoid or "") is ServerState.LIVE:
+            if failed is not None and self.pool.state(avoid or "") is ServerState.LIVE:
                 # It refused for now but is not gone, so it is busy. One that is gone is waited for below.
                 await anyio.sleep(self._back_off.seconds(len(reasons)))
             if not self.pool.able(version):
                 await self.wait_live(version)
             url = self.pool.pick(request.trajectory_id, avoid=avoid, version=version)
-            if lost is not None:
-                self._repeated(url, "late" if lost.late else "same_server" if url == avoid else "other_server")
+            if failed is not None:
+                self._repeated(url, "late" if failed.late else "same_server" if url == avoid else "other_server")
             outcome = await self._exchange.ask(self._servers[url], request)
             if isinstance(outcome, Segment):
                 return outcome
-            lost, avoid = outcome, url
+            failed, avoid = outcome, url
             reasons.append(f"{url}: {outcome.reason}")
         raise ServerUnavailable(f"no answer in {len(reasons)} attempts: {'; '.join(reasons)}")
 

@@ -42,7 +42,7 @@ class RunObservers:
             options.events,
             session.activities,
             groups_per_step=options.groups_per_step,
-            servers=session.policy.sampler,
+            sampler=session.policy.sampler,
         )
 
     def subscribe(self, end: Endings) -> None:

@@ -23,9 +23,10 @@ from asyncrl.events import (
 )
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollout.activity import Activities
+from asyncrl.sampling.backend import SamplingBackend
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import Deadlock, ScriptedLearner, ScriptedPublisher, ScriptedSampler, run_virtual
-from asyncrl.types import Message, Trajectory
+from asyncrl.types import Message, Segment, Trajectory
 from tests.faults.case import Case, One, with_tool
 
 pytestmark = pytest.mark.usefixtures("blocking_calls_are_errors")
@@ -154,7 +155,7 @@ def test_an_evaluation_is_something_that_advances_and_is_no_step() -> None:
     assert all(step.metrics["train/batch_seconds"] < 10 for step in case.steps)
 
 
-class _Where:
+class _Where(SamplingBackend):
     """Knows on which server each trajectory is."""
 
     def __init__(self, call: tuple[float, str] | None = None) -> None:
@@ -165,6 +166,9 @@ class _Where:
 
     def oldest_call(self) -> tuple[float, str] | None:
         return self._call
+
+    async def sample(self, request: SegmentRequest) -> Segment:
+        raise NotImplementedError
 
 
 _DOINGS = {
@@ -193,7 +197,7 @@ def test_the_few_oldest_waits_are_all_named(  # noqa: C901  one branch for each 
         events, activities = Events(), Activities()
         events.subscribe(told.append, kinds=(Notice,))
         where = _Where((4.0, "http://s0/load_lora_adapter") if call else None)
-        watchdog = Watchdog(events, activities, groups_per_step=2, servers=where)
+        watchdog = Watchdog(events, activities, groups_per_step=2, sampler=where)
         for number, (doing, since) in enumerate(members):
             traj = Trajectory(id=f"t{number}", group=0, member=number, row=None, seed=0)
             activities[traj.id] = (traj, doing, float(since))
