@@ -47,7 +47,7 @@ class DiskCarrier:
         self.store = Folders(learner, directory, own=own)
 
     async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
-        """See ``Carrier``."""
+        """Have ``server`` read the folder of ``version``."""
         await server.update_from_disk(self.store.folder(version), label)
 
 
@@ -65,7 +65,7 @@ class TensorCarrier:
         self._limiter = anyio.CapacityLimiter(2)
 
     async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
-        """See ``Carrier``."""
+        """Send the weights of ``version``, one bucket after the other."""
         if together.returning or server.url not in self._ranks:
             self._ranks[server.url] = await server.tensor_ranks()
         weights = self.store.weights(version)

@@ -55,7 +55,7 @@ class OpenGroup(Protocol):
     def __call__(
         self, listener: socket.socket, *, name: str, backend: str, world_size: int, timeout_s: float
     ) -> ProcessGroup:
-        """See ``OpenGroup``."""
+        """A group of ``world_size`` ranks that is not joined yet; its calls take at most ``timeout_s``."""
         ...
 
 
@@ -92,7 +92,7 @@ class DistributedCarrier:
         self._limiter = anyio.CapacityLimiter(8)
 
     async def update(self, server: ServerControl, version: int, label: str, together: JointUpdate) -> None:
-        """See ``Carrier``."""
+        """Broadcast the weights of ``version`` to ``server`` and all others that are ready meanwhile."""
         if together.returning:
             # It may be another process than the one that joined.
             await self._disband_all_with({server.url})

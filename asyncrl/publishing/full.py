@@ -94,7 +94,7 @@ class FullPublisher(ServerPublisher):
         fleet.claim(writer or Writer(), self._delivery.restore, in_place=pause_mode == "in_place")
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
-        """See ``VersionKeeper``: none, for a server holds one version."""
+        """None, for a server holds one version; what an earlier process has left on disk is removed."""
         if isinstance(self._carrier.store, Folders):
             await self._carrier.store.adopt(())
         return frozenset()

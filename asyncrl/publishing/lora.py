@@ -58,7 +58,7 @@ class DiskAdapters:
         self.store = Folders(learner, directory, own=own, sealed=True)
 
     async def load(self, server: ServerControl, name: str, version: int) -> None:
-        """See ``AdapterCarrier``."""
+        """Have ``server`` read the folder of ``version``."""
         await server.load_adapter(name, self.store.folder(version))
 
 
@@ -75,7 +75,7 @@ class TensorAdapters:
         self._limiter = anyio.CapacityLimiter(2)
 
     async def load(self, server: ServerControl, name: str, version: int) -> None:
-        """See ``AdapterCarrier``."""
+        """Send the adapter of ``version``."""
         config = await self._learner.adapter_config()
         ranks = await server.tensor_ranks()
         make = partial(payload, self.store.weights(version), None, self.store.device, is_local(server.url))
@@ -117,7 +117,7 @@ class LoraPublisher(ServerPublisher):
         fleet.claim(writer, self._delivery.restore)
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
-        """See ``VersionKeeper``. Only adapters on disk outlive a process."""
+        """Those of ``versions`` that an earlier process has left on disk; what else it has left there is removed."""
         store = self._carrier.store
         adopted: Mapping[int, FloatArray | None] = {}
         if isinstance(store, Folders):

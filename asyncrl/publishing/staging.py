@@ -134,7 +134,7 @@ class Folders:
         settle(partial, final)
 
     async def remove(self, version: int) -> None:
-        """See ``Store``."""
+        """Remove the folder of ``version``."""
         await self._off_loop(shutil.rmtree, self.folder(version))
 
     async def _off_loop(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -159,7 +159,7 @@ class Copies:
         return self._weights[version]
 
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:
-        """See ``Store``."""
+        """Copy the parameters, and move the copies of older versions off the GPU."""
         for older in list(self._weights.values()):
             if any(getattr(value, "is_cuda", False) for value in older.values()):
                 await anyio.to_thread.run_sync(_to_host, older, limiter=self._limiter)
@@ -167,7 +167,7 @@ class Copies:
         self.device = next((str(value.device) for value in staged.values() if getattr(value, "is_cuda", False)), None)
 
     async def remove(self, version: int) -> None:
-        """See ``Store``."""
+        """Drop the copy of ``version``."""
         del self._weights[version]
 
 

@@ -271,10 +271,7 @@ class Fleet(ServerFleet):
         return min((tokens for tokens in self._contexts.values() if tokens is not None), default=None)
 
     def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call ``callback`` with how many requests the servers should have at once: now and after each change.
-
-        Requests beyond it wait in servers and grow old there. Returns what ends the subscription.
-        """
+        """Call ``callback`` with how many requests the servers should have; returns what ends that."""
         self._open_tasks("on_capacity")
         return self.pool.on_capacity(callback)
 

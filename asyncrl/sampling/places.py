@@ -56,7 +56,7 @@ class Router:
         self._servers = servers
 
     async def generate(self, body: Mapping[str, object], *, routing_key: str) -> Answer:
-        """See ``Place``."""
+        """Have the router send the request to the server that it chooses by ``routing_key``."""
         return await self._front.generate(body, routing_key=quote(routing_key))
 
     async def abort(self, rid: str) -> bool:

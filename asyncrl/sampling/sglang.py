@@ -178,17 +178,20 @@ class SGLang(SamplingBackend):
 
     @property
     def context_tokens(self) -> int | None:
-        """See ``SamplingBackend``."""
+        """Most tokens of prompt and output together that every server takes; None if no server says."""
         return self.fleet.context_tokens
 
     def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:
-        """See ``SamplingBackend``; requests beyond it wait in servers and grow old there."""
+        """Call ``callback`` with how many requests the servers should have at once: now and after each change.
+
+        Requests beyond it wait in servers and grow old there. Returns what ends the subscription.
+        """
         return self.fleet.on_capacity(callback)
 
     def server_of(self, trajectory: str) -> str | None:
-        """See ``SamplingBackend``; with a router, that has it."""
+        """The server, or the router, that has a request of ``trajectory`` now; for messages."""
         return self.fleet.server_of(trajectory)
 
     def oldest_call(self) -> tuple[float, str] | None:
-        """See ``SamplingBackend``."""
+        """Since when the oldest control call is under way, and its URL; for messages."""
         return self.fleet.oldest_call()
