@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe.tables import override, read_table
+from asyncrl.recipe.tables import keys_of, override, read_keywords, read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +98,50 @@ def test_an_override_below_a_value_is_refused() -> None:
     """``trainer.steps`` is a number and has no keys."""
     with pytest.raises(ConfigError, match="steps is 40 and no table, so it has no key 'n'"):
         override({"trainer": {"steps": 40}}, "trainer.steps.n=1")
+
+
+class _Server:
+    """Not a value that a file could have."""
+
+
+def _run(
+    steps: int,
+    *,
+    folder: Path | None = None,
+    stop: Sequence[str] = (),
+    server: _Server | None = None,
+    source: str | _Server = "here",
+    batch: _Inner | Literal["auto"] | None = "auto",
+    given: int = 3,
+) -> None:
+    """Options of different kinds."""
+
+
+def test_the_keys_are_the_parameters_whose_values_a_file_can_say() -> None:
+    """Of a union what can be said is left; a parameter of which nothing is left has no key."""
+    keys = keys_of(_run, without=("given",))
+    assert list(keys) == ["steps", "folder", "stop", "source", "batch"]
+    assert read_keywords(keys, {"steps": 2}, "run") == {
+        "steps": 2,
+        "folder": None,
+        "stop": (),
+        "source": "here",
+        "batch": "auto",
+    }
+    table = {"steps": 2, "folder": "a/b", "stop": ["x"], "source": "there", "batch": {"r": 2}}
+    assert read_keywords(keys, table, "run") == {
+        "steps": 2,
+        "folder": Path("a/b"),
+        "stop": ("x",),
+        "source": "there",
+        "batch": _Inner(r=2),
+    }
+
+
+def test_off_is_none_where_none_is_not_the_default() -> None:
+    """TOML has no word for it."""
+    keys = keys_of(_run)
+    assert read_keywords(keys, {"steps": 2, "batch": "off"}, "run")["batch"] is None
+    with pytest.raises(ConfigError, match=r"run.batch is 'on', but must be 'auto' or 'off' or a table"):
+        read_keywords(keys, {"steps": 2, "batch": "on"}, "run")
+    assert read_keywords(keys, {"steps": 2, "folder": "off"}, "run")["folder"] == Path("off")
