@@ -31,7 +31,8 @@ _KEPT = 2
 _SUFFIX = ".jsonl"
 _COUNTERS = ("dropped", "dropped_members")
 _PART = ("index", "seconds", "closed_by_deadline", "final", "last_member")
-_PROGRESS = ("rerolls", "rewarded", "passed", "parted", "seconds")
+_PROGRESS = {"rerolls": "rerolls", "deadline_passed": "passed", "part_handed_over": "parted", "seconds": "seconds"}
+# Field -> its name on disk.
 _HEADER = tuple(field.name for field in fields(RunState) if field.name != "groups")
 
 
@@ -115,15 +116,14 @@ class Snapshots:
 
     def _progress(self, progress: GroupProgress) -> Mapping[str, object]:
         return {
-            **{name: getattr(progress, name) for name in _PROGRESS},
+            **{on_disk: getattr(progress, name) for name, on_disk in _PROGRESS.items()},
             "active": self._members(list(progress.active.values())),
             "ended": self._members(progress.ended),
-            "left": sorted(progress.left),
+            "left": sorted(progress.removed),
             "attempts": sorted(progress.attempts.items()),
             "retries": sorted(progress.retries.items()),
             "at_quorum": None if progress.at_quorum is None else sorted(progress.at_quorum.items()),
-            "errors": [error_text(error) for error in progress.errors],
-            "lost": None if progress.lost is None else error_text(progress.lost),
+            "lost": None if progress.failure is None else error_text(progress.failure),
         }
 
     def _members(self, members: Sequence[Trajectory]) -> list[orjson.Fragment]:
@@ -177,15 +177,14 @@ class _Reader:
     def _progress(self, value: Mapping[str, Any], row: Row) -> GroupProgress:
         quorum = value["at_quorum"]
         return GroupProgress(
-            **{name: value[name] for name in _PROGRESS},
+            **{name: value[on_disk] for name, on_disk in _PROGRESS.items()},
             active={traj.member: traj for traj in self._members(value["active"], row)},
             ended=self._members(value["ended"], row),
-            left=set(value["left"]),
+            removed=set(value["left"]),
             attempts=Counter(dict(value["attempts"])),
             retries=Counter(dict(value["retries"])),
             at_quorum=None if quorum is None else dict(quorum),
-            errors=[EnvironmentFailure(text) for text in value["errors"]],
-            lost=None if value["lost"] is None else EnvironmentFailure(value["lost"]),
+            failure=None if value["lost"] is None else EnvironmentFailure(value["lost"]),
         )
 
     def _members(self, values: Sequence[dict[str, Any]], row: Row) -> list[Trajectory]:

@@ -129,7 +129,7 @@ class GroupState:
         self.due, self.parts, self.renewed = None, [], start
         self.progress = GroupProgress(rerolls=start.rerolls, attempts=Counter(dict(start.attempts)))
         if self.taken:
-            self.progress.lose(self.taken)
+            self.progress.remove(self.taken)
 
     def lose(self, members: set[int]) -> None:
         """A committed step has consumed these members."""
@@ -138,7 +138,7 @@ class GroupState:
         self.parts = [replace(part, members_G=rest) for part, rest in zip(self.parts, kept, strict=True) if rest]
         if not self.is_finished:
             self.progress = self.progress or GroupProgress()
-            self.progress.lose(members)
+            self.progress.remove(members)
 
 
 @dataclass(slots=True, kw_only=True)

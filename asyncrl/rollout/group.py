@@ -19,19 +19,8 @@ from contextlib import contextmanager
 import anyio
 
 from asyncrl.concurrency.endings import WhenBegun
-from asyncrl.errors import (
-    LearnerError,
-    ObserverError,
-    PublicationError,
-    StalenessError,
-)
-from asyncrl.events import (
-    DeadlinePassed,
-    GroupFinished,
-    GroupRerolled,
-    MemberDiscarded,
-    MemberFailed,
-)
+from asyncrl.errors import LearnerError, ObserverError, PublicationError, StalenessError
+from asyncrl.events import DeadlinePassed, Event, GroupFinished, GroupRerolled, MemberDiscarded, MemberFailed
 from asyncrl.plain import error_text
 from asyncrl.rollout.border import raised_at
 from asyncrl.rollout.calls import Deadline
@@ -39,7 +28,7 @@ from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import is_accident
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, unsampled
 from asyncrl.rollout.progress import GroupProgress
-from asyncrl.rollout.trajectory import RolloutContext, converse, go_on, grade, leave_version
+from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version, restored
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import DropReason, Group, Trajectory, TruncationCause
 
@@ -69,26 +58,20 @@ async def run_group(
     mark = budget.group_begins()
     while True:
         run = _GroupRun(plan, factory, slots, context, on_part, progress)
-        group = await run.run()
+        group = await run.start()
         if isinstance(group, Group):
             budget.group_ended()
-            if not progress.left and (notice := unsampled(group)) is not None:
+            if not progress.removed and (notice := unsampled(group)) is not None:
                 context.events.emit(notice)
             return group
-        if not run.may_be_tried_again or progress.rerolls >= budget.rules.group_rerolls:
+        # What user code raised it would raise again.
+        if progress.failure is None or progress.rerolls >= budget.rules.group_rerolls:
             break
         progress.reset()
         progress.rerolls += 1
         if on_reroll is not None:
             on_reroll(plan.index)
-        context.events.emit(
-            GroupRerolled(
-                time=anyio.current_time(),
-                group=plan.index,
-                error=error_text(group.error),
-                generated_tokens=group.generated_tokens,
-            )
-        )
+        run.emit(GroupRerolled, error=error_text(group.error), generated_tokens=group.generated_tokens)
         await anyio.sleep(budget.delay_s)
     final = budget.group_dropped(mark, group.error)
     if final is not None:
@@ -118,42 +101,26 @@ class _GroupRun:
         self._conversations: set[anyio.CancelScope] = set()
         self._tasks = anyio.create_task_group()
 
-    @property
-    def may_be_tried_again(self) -> bool:
-        """True if the machinery failed; user code would raise again."""
-        return self._progress.lost is not None
+    def emit(self, event: Callable[..., Event], **values: object) -> None:
+        """Report an event of this group."""
+        self._context.events.emit(event(time=anyio.current_time(), group=self._plan.index, **values))
 
-    async def run(self) -> Group | FailedGroup:
-        over = self._progress.over
-        name = f"group {self._plan.index}"
+    async def start(self) -> Group | FailedGroup:
+        """Run the members that are not done. Whoever failed for good is in ``progress.failure``."""
+        plan, progress = self._plan, self._progress
+        done = progress.done
         async with self._tasks as tasks:
-            if self._progress.lost is None:
-                for member in range(self._plan.size):
-                    if member not in over:
-                        tasks.start_soon(WhenBegun, self._run, member, name=name)
-        error = self._progress.lost
-        if error is None and len(self._progress.errors) == self._plan.size:
-            error = self._progress.errors[0]
+            for member in range(plan.size) if progress.failure is None else ():
+                if member not in done:
+                    tasks.start_soon(WhenBegun, self._run, member, name=f"group {plan.index}")
+        errors = [traj.error for traj in progress.ended if traj.error is not None]
+        error = progress.failure or (errors[0] if len(errors) == plan.size else None)
         if error is not None:
-            return FailedGroup(
-                index=self._plan.index,
-                row=self._plan.row,
-                error=error,
-                generated_tokens=sum(
-                    traj.generated_tokens
-                    for traj in (*self._progress.ended, *self._progress.active.values())
-                    if traj.error is None
-                ),
-            )
+            sound = [traj for traj in (*progress.ended, *progress.active.values()) if traj.error is None]
+            tokens = sum(traj.generated_tokens for traj in sound)
+            return FailedGroup(index=plan.index, row=plan.row, error=error, generated_tokens=tokens)
         group = self._part(final=True)
-        self._context.events.emit(
-            GroupFinished(
-                time=anyio.current_time(),
-                group=group.index,
-                seconds=group.seconds,
-                closed_by_deadline=self._progress.passed,
-            )
-        )
+        self.emit(GroupFinished, seconds=group.seconds, closed_by_deadline=progress.deadline_passed)
         return group
 
     async def _run(self, member: int) -> None:
@@ -180,50 +147,55 @@ class _GroupRun:
             leave_version(begun, self._context)
             raise
 
-    def _next(self, member: int) -> Trajectory:
-        """The member's trajectory that was cut off in an earlier process, else its next attempt from the start."""
-        traj = self._progress.active.get(member)
-        if traj is None or traj.error is not None:
-            self._progress.attempts[member] += 1
-            traj = self._plan.member(member, self._progress.attempts[member])
-            self._begin(traj)
-        return traj
-
     async def _attempts(self, member: int) -> Trajectory:
-        budget = self._context.failures
+        """From the trajectory that was cut off in an earlier process, or from the start, to the one that counts."""
+        budget, progress = self._context.failures, self._progress
         while True:
-            traj = self._next(member)
+            if member not in progress.active or progress.active[member].error is not None:
+                progress.attempts[member] += 1
+                self._begin(self._plan.member(member, progress.attempts[member]))
             mark = budget.attempt_begins()
             try:
-                await self._attempt(traj)
+                await self._attempt(member)
             except (StalenessError, PublicationError, LearnerError, ObserverError):
                 raise
-            except Exception as error:  # noqa: BLE001  a member's boundary: user code may raise anything
-                traj.error = error
-                final = budget.attempt_failed(mark, error)
+            except Exception as raised:  # noqa: BLE001  a member's boundary: user code may raise anything
+                error = raised
             else:
                 budget.attempt_ended()
-                return traj
-            self._report(traj)
+                return progress.active[member]
+            traj = progress.active[member]
+            traj.error = error
+            final = budget.attempt_failed(mark, error)
+            self.emit(
+                MemberFailed,
+                member=member,
+                attempt=traj.attempt,
+                error=error_text(error),
+                where=raised_at(error),
+                generated_tokens=traj.generated_tokens,
+            )
             if final is not None:
                 raise final  # outside of the handler, so that it keeps its own cause
-            again = is_accident(traj.error)
-            if again and self._progress.retries[member] < budget.rules.member_retries:
-                self._progress.retries[member] += 1
+            again = is_accident(error)
+            if again and progress.retries[member] < budget.rules.member_retries:
+                progress.retries[member] += 1
                 await anyio.sleep(budget.delay_s)
                 continue
             traj.dropped = DropReason.FAILED
-            if again and not self._progress.parted:
-                self._lose(traj.error)
+            if again and not progress.part_handed_over and progress.failure is None:
+                progress.failure = error
+                self._tasks.cancel_scope.cancel()  # the others are not worth going on
             return traj
 
-    def _lose(self, error: BaseException | None) -> None:
-        """A member failed for good: the others are not worth going on."""
-        if self._progress.lost is None:
-            self._progress.lost = error
-            self._tasks.cancel_scope.cancel()
+    def _begin(self, traj: Trajectory) -> None:
+        """``traj`` is its member's now, from the start."""
+        self._progress.active[traj.member] = traj
+        if self._progress.at_quorum is not None:
+            self._progress.at_quorum[traj.member] = 0
 
-    async def _attempt(self, traj: Trajectory) -> None:
+    async def _attempt(self, member: int) -> None:
+        traj = self._progress.active[member]
         if traj.reward is not None or traj.dropped is not None:
             return  # it had ended, and an earlier process was closing its environment
         activities, now = self._context.activities, self._context.now
@@ -236,17 +208,16 @@ class _GroupRun:
                 with Deadline(f"trajectory {traj.id}", self._context.trajectory_timeout_s):
                     await self._play(traj, env)
         finally:
-            leave_version(traj, self._context)
+            leave_version(self._progress.active[member], self._context)
             if self._factory.owned and type(env).close is not Env.close:
                 activities[traj.id] = (traj, "close", now())
                 await self._context.closing.close(env, traj.id, self._context.events)
             del activities[traj.id]
 
     async def _play(self, traj: Trajectory, env: Env) -> None:
-        if traj.spans:
-            await go_on(traj, env, self._context, fresh=self._plan.member(traj.member, traj.attempt))
-            if not traj.spans and self._progress.at_quorum is not None:
-                self._progress.at_quorum[traj.member] = 0
+        if traj.spans and not await restored(traj, env, self._context):
+            traj = self._plan.member(traj.member, traj.attempt)
+            self._begin(traj)
         if self._plan.completion.stragglers is None:
             await converse(traj, env, self._context, allow=self._allow)
         else:
@@ -257,41 +228,30 @@ class _GroupRun:
         if traj.dropped is None:
             await grade(traj, env, self._context)
 
-    def _begin(self, traj: Trajectory) -> None:
-        self._progress.active[traj.member] = traj
-        if self._progress.at_quorum is not None:
-            self._progress.at_quorum[traj.member] = 0
-
     def _allow(self, traj: Trajectory, wanted: int) -> int:
         """How many of the ``wanted`` tokens a member may sample; 0 if the deadline passes with this."""
-        limit = self._plan.completion.max_straggler_tokens
-        if self._progress.at_quorum is None or limit is None or self._progress.lost is not None:
-            return wanted  # of a group that is lost no part may leave, and who asks is about to be cancelled
-        left = limit - (traj.generated_tokens - self._progress.at_quorum[traj.member])
-        if left > 0 and not self._progress.passed:
+        progress, limit = self._progress, self._plan.completion.max_straggler_tokens
+        if progress.at_quorum is None or limit is None or progress.failure is not None:
+            return wanted  # of a group that has failed no part may leave, and who asks is about to be cancelled
+        left = limit - (traj.generated_tokens - progress.at_quorum[traj.member])
+        if left > 0 and not progress.deadline_passed:
             return min(wanted, left)
-        if not self._progress.passed:
+        if not progress.deadline_passed:
             self._pass_deadline()
         return 0 if self._cuts else wanted
 
     def _pass_deadline(self) -> None:
-        self._progress.passed = True
-        stragglers = self._plan.size - len(self._progress.ended)
-        self._context.events.emit(
-            DeadlinePassed(
-                time=anyio.current_time(),
-                group=self._plan.index,
-                finished=len(self._progress.ended),
-                stragglers=stragglers,
-            )
-        )
+        progress = self._progress
+        progress.deadline_passed = True
+        ended = len(progress.ended)
+        self.emit(DeadlinePassed, finished=ended, stragglers=self._plan.size - ended)
         if self._cuts:
             for scope in self._conversations:
                 scope.cancel()
         elif self._on_part is not None:
-            self._progress.parted = True
+            progress.part_handed_over = True
             part = self._part(final=False)
-            self._progress.left.update(traj.member for traj in part.members_G)
+            progress.removed.update(traj.member for traj in part.members_G)
             self._on_part(part)
 
     @property
@@ -303,7 +263,7 @@ class _GroupRun:
     def _until_deadline(self) -> Iterator[anyio.CancelScope]:
         """A block that the deadline cancels, unless stragglers are carried over."""
         with anyio.CancelScope() as scope:
-            if self._progress.passed and self._cuts:
+            if self._progress.deadline_passed and self._cuts:
                 scope.cancel()
             self._conversations.add(scope)
             try:
@@ -316,59 +276,28 @@ class _GroupRun:
         traj.truncated = TruncationCause.GROUP_DEADLINE
         if self._plan.completion.stragglers == "discard" or not traj.spans:
             traj.dropped = DropReason.STRAGGLER
-            self._context.events.emit(
-                MemberDiscarded(
-                    time=anyio.current_time(),
-                    group=traj.group,
-                    member=traj.member,
-                    generated_tokens=traj.generated_tokens,
-                )
-            )
+            self.emit(MemberDiscarded, member=traj.member, generated_tokens=traj.generated_tokens)
         return traj
 
     def _end(self, traj: Trajectory) -> None:
-        self._progress.active.pop(traj.member, None)
-        if traj.error is not None:
-            self._progress.errors.append(traj.error)
-        if traj.dropped is DropReason.STRAGGLER and self._plan.completion.stragglers == "discard":
-            self._progress.left.add(traj.member)
+        progress, completion = self._progress, self._plan.completion
+        progress.active.pop(traj.member, None)
+        if traj.dropped is DropReason.STRAGGLER and completion.stragglers == "discard":
+            progress.removed.add(traj.member)
             return
-        self._progress.ended.append(traj)
-        self._progress.rewarded += traj.reward is not None
-        completion = self._plan.completion
-        if (
-            completion.mode == "deadline"
-            and self._progress.at_quorum is None
-            and self._progress.rewarded >= completion.min_members
-        ):
-            self._progress.at_quorum = {
-                member: active.generated_tokens for member, active in self._progress.active.items()
-            }
+        progress.ended.append(traj)
+        if completion.mode == "deadline" and progress.at_quorum is None and progress.rewarded >= completion.min_members:
+            progress.at_quorum = {member: active.generated_tokens for member, active in progress.active.items()}
 
     def _part(self, *, final: bool) -> Group:
         """The members that ended since the last part, in their order in the group."""
-        last = self._progress.ended[-1].member
-        members = sorted(self._progress.ended, key=lambda traj: traj.member)
-        self._progress.ended = []
+        ended, self._progress.ended = self._progress.ended, []
         return Group(
             index=self._plan.index,
             row=self._plan.row,
-            members_G=members,
+            members_G=sorted(ended, key=lambda traj: traj.member),
             seconds=self._progress.seconds + anyio.current_time() - self._progress.started,
-            closed_by_deadline=self._progress.passed,
+            closed_by_deadline=self._progress.deadline_passed,
             final=final,
-            last_member=last,
-        )
-
-    def _report(self, traj: Trajectory) -> None:
-        self._context.events.emit(
-            MemberFailed(
-                time=anyio.current_time(),
-                group=traj.group,
-                member=traj.member,
-                attempt=traj.attempt,
-                error=error_text(traj.error),
-                where=raised_at(traj.error),
-                generated_tokens=traj.generated_tokens,
-            )
+            last_member=ended[-1].member,
         )

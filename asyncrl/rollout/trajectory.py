@@ -32,7 +32,7 @@ from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.scheduling.versions import Placement, place
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
-__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "go_on", "grade", "leave_version"]
+__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "grade", "leave_version", "restored"]
 
 _EMPTY_ABORTS = 16
 # An aborted request may come back empty; a server that does nothing else is not one to wait for.
@@ -277,25 +277,26 @@ async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> byt
     return checked_state(state, env.snapshot)
 
 
-async def go_on(traj: Trajectory, env: Env, context: RolloutContext, *, fresh: Trajectory) -> None:
-    """Bring the new ``env`` to where ``traj`` was cut off in an earlier process; if it cannot, begin from ``fresh``."""
+async def restored(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
+    """Bring the new ``env`` to where ``traj`` was cut off in an earlier process.
+
+    False if it cannot be: ``traj``, which has left its version then, has to begin anew.
+    """
     recovered = env.recovery == "stateless" or (env.recovery == "snapshot" and traj.env_state is not None)
-    tokens = traj.generated_tokens
     if not recovered:
         leave_version(traj, context)
-        for name in Trajectory.__slots__:
-            setattr(traj, name, getattr(fresh, name))
     elif env.recovery == "stateless":
         await context.calls(env.reset, traj.row)
     else:
         await context.calls(env.restore, traj, json.loads(traj.env_state or b"null"))
         checked_metrics(traj, env.restore)
-    if tokens:
+    if tokens := traj.generated_tokens:
         context.events.emit(
             MemberResumed(
                 time=context.now(), group=traj.group, member=traj.member, recovered=recovered, generated_tokens=tokens
             )
         )
+    return recovered
 
 
 async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:

@@ -106,21 +106,21 @@ def test_a_number_that_json_does_not_have_comes_back_as_nan(tmp_path: Path) -> N
 
 
 def test_groups_come_back_with_their_parts_and_progress(tmp_path: Path) -> None:
-    """A part that is ready, and members that have ended, left, failed, or passed a quorum."""
+    """A part that is ready, and members that have ended, were removed, failed, or passed a quorum."""
     part = Group(index=0, row=0, members_G=[_trajectory(0, 1)], seconds=1.5, final=False, last_member=1)
+    failed = _trajectory(0, 3)
+    failed.error = KeyError("x")
     progress = GroupProgress(
         active={2: _trajectory(0, 2)},
-        ended=[_trajectory(0, 3)],
-        left={1},
+        ended=[failed],
+        removed={1},
         attempts=Counter({2: 3}),
         retries=Counter({2: 1}),
         rerolls=1,
-        errors=[KeyError("x")],
-        rewarded=2,
         at_quorum={2: 5},
-        passed=True,
-        parted=True,
-        lost=KeyError("y"),
+        deadline_passed=True,
+        part_handed_over=True,
+        failure=KeyError("y"),
         seconds=2.5,
     )
     state = _state(GroupState(index=0, due=7, taken={0}, parts=[part], progress=progress), n=3)
@@ -136,9 +136,10 @@ def test_groups_come_back_with_their_parts_and_progress(tmp_path: Path) -> None:
     _same(group.parts[0].members_G[0], part.members_G[0])
     assert group.progress is not None
     for field in fields(GroupProgress):
-        if field.name not in ("active", "ended", "errors", "lost", "started"):
+        if field.name not in ("active", "ended", "failure", "started"):
             assert getattr(group.progress, field.name) == getattr(progress, field.name), field.name
-    assert [str(error) for error in (*group.progress.errors, group.progress.lost)] == ["KeyError: 'x'", "KeyError: 'y'"]
+    errors = (group.progress.ended[0].error, group.progress.failure)
+    assert [str(error) for error in errors] == ["KeyError: 'x'", "KeyError: 'y'"]
 
 
 def test_a_save_writes_only_what_is_new(tmp_path: Path) -> None:

@@ -154,7 +154,9 @@ def test_what_cannot_be_trained_in_time_begins_anew(
 
     def state() -> RunState:
         groups = {
-            index: GroupState(index=index, due=due, taken={0} if taken else set(), progress=GroupProgress(rewarded=2))
+            index: GroupState(
+                index=index, due=due, taken={0} if taken else set(), progress=GroupProgress(at_quorum={0: 2})
+            )
             for index, (due, taken) in enumerate(dues)
         }
         return RunState(version=version, admitted=len(dues), groups=groups)
@@ -169,7 +171,10 @@ def test_what_cannot_be_trained_in_time_begins_anew(
     for group in after.groups.values():
         if group.due is None:
             assert group.renewed is not None
-            assert group.progress == GroupProgress(left=group.taken, parted=bool(group.taken), passed=bool(group.taken))
+            handed_over = bool(group.taken)
+            assert group.progress == GroupProgress(
+                removed=group.taken, part_handed_over=handed_over, deadline_passed=handed_over
+            )
 
 
 @pytest.mark.parametrize(("known", "number"), [(None, 1), (1, 1), (1, 2), (2, 1), (3, 3)])
@@ -180,13 +185,13 @@ def test_a_new_start_is_applied_once(known: int | None, number: int) -> None:
         return Renewed(group=0, number=number, rerolls=number, attempts=((0, number), (1, number)))
 
     before = None if known is None else start(known)
-    saved = GroupState(index=0, due=1, renewed=before, progress=GroupProgress(rewarded=1))
+    saved = GroupState(index=0, due=1, renewed=before, progress=GroupProgress(at_quorum={0: 1}))
     state = RunState(admitted=2, groups={0: saved, 1: GroupState(index=1, due=1)})
     consumed = (Consumed(group=1, members=(0, 1), final=True),)
     state.apply(JournalEntry(n=1, version=0, admitted=2, consumed=consumed, renewed=(start(number),), rerolled=4))
     group = state.groups[0]
     if known is not None and known >= number:
-        assert (group.due, group.renewed, group.progress) == (1, before, GroupProgress(rewarded=1))
+        assert (group.due, group.renewed, group.progress) == (1, before, GroupProgress(at_quorum={0: 1}))
     else:
         assert (group.due, group.renewed) == (None, start(number))
         assert group.progress == GroupProgress(rerolls=number, attempts=Counter({0: number, 1: number}))
