@@ -163,7 +163,7 @@ class Watchdog:
             "group": traj.group,
             "member": traj.member,
             "attempt": traj.attempt,
-            "turn": traj.turns if activity.doing == "reply" else traj.turns + 1,
+            "turn": traj.turns if activity.doing == "on_turn" else traj.turns + 1,
         }
         if activity.doing == "sampling":
             server = self._sampler.server_of(traj.id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.plain import error_text, shown
+from asyncrl.rollout.worker import load_file
 
 __all__ = ["call", "refuse", "require_keywords", "resolve"]
 
@@ -108,16 +108,4 @@ def _is_foreign(file: str) -> bool:
 def _module_from_file(file: Path) -> ModuleType:
     # The name tells apart the env.py of every recipe; one file is one module, whatever refers to it.
     name = f"asyncrl_recipe_{hashlib.sha256(str(file).encode(errors='surrogateescape')).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return sys.modules.get(name) or load_file(name, file)

@@ -61,7 +61,7 @@ async def render_row(recipe: Recipe, row: int, *, say: Callable[[str], None]) ->
 async def _show(
     renderer: ChatRenderer | TextRenderer, env: Env, prompts: ComposedPrompts, row: int, say: Callable[[str], None]
 ) -> None:
-    for problem in renderer.check(env.tools) if isinstance(renderer, ChatRenderer) else ():
+    for problem in renderer.check(env.tools):
         say(f"{problem.name}: {', '.join(problem.tools)}: {problem.reason}")
     messages = checked_messages(await call_user(env.reset, prompts.rows[row]), env.reset, least=1)
     ids = await renderer.prompt(messages, env.tools)

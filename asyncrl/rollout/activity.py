@@ -7,17 +7,15 @@ of it belongs to the state of a trajectory.
 from __future__ import annotations
 
 import heapq
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from asyncrl.types import Trajectory
 
-__all__ = ["Activities", "Activity", "Doing"]
-
-Doing: TypeAlias = Literal["reset", "queue", "sampling", "reply", "reward", "close"]
+__all__ = ["Activities", "Activity"]
 
 
 class Activity(NamedTuple):
-    """One member's: what it does, and the loop time since when."""
+    """One member's: what it does (``queue``, ``sampling``, or a method of its environment), since which loop time."""
 
     traj: Trajectory
     doing: str
@@ -26,15 +24,13 @@ class Activity(NamedTuple):
     @property
     def words(self) -> str:
         """For a person: which tool, which call of the environment."""
-        if self.doing == "reply":
-            names = ", ".join(call.name or "?" for call in self.traj.tool_calls)
-            return f"tool {names}" if names else "environment's on_turn"
-        if self.doing in ("reset", "reward", "close"):
-            return f"environment's {self.doing}"
-        return "a place among the sampling requests" if self.doing == "queue" else "a sampling request"
+        if self.doing == "on_turn" and self.traj.tool_calls:
+            return f"tool {', '.join(call.name or '?' for call in self.traj.tool_calls)}"
+        plain = {"queue": "a place among the sampling requests", "sampling": "a sampling request"}
+        return plain.get(self.doing) or f"environment's {self.doing}"
 
 
-class Activities(dict[str, tuple[Trajectory, Doing, float]]):
+class Activities(dict[str, tuple[Trajectory, str, float]]):
     """Trajectory id -> itself, what it does, since when; of each member that has a slot.
 
     A plain dict of plain tuples, because a member writes it several times in each turn.

@@ -1,18 +1,31 @@
-"""The budget of one trajectory: how much it may still sample, and why it stops when nothing is left.
+"""The budget of one trajectory: how much it may still sample, why it stops when nothing is left, and where a turn ends.
 
-Pure rules over the counters of a ``Trajectory``. No request ever asks for more tokens than the turn, the generation and
-the context have left, so a resumed or aborted turn can never exceed its bound. Waiting and sampling are left out.
+Pure rules over a ``Trajectory``. No request ever asks for more tokens than the turn, the generation and the context
+have left, so a resumed or aborted turn can never exceed its bound. Waiting and sampling are left out.
+
+Stop strings count over the whole turn, however many requests it took. A server looks for them in the tokens of one
+request, and some servers only in the last few of those. What it cannot see is found here: the segment is cut behind the
+token that completes the string, as a server does, and the turn is complete. What was sampled beyond that token is not
+kept. Costs nothing without stop strings.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
-from asyncrl.errors import ConfigError
+import numpy as np
+
+from asyncrl.errors import require_count
+from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.toolcalls import ParsedTurn
-from asyncrl.types import StopReason, Trajectory, TruncationCause
+from asyncrl.types import IntArray, Segment, StopReason, Trajectory, TruncationCause
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "ended"]
+
+_BYTES = 4
+# Of a character, at most; a token has at least one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +54,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "max_turn_tokens" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError.for_value(f"budget.{field.name}", value, "a positive integer")
+            if field.name != "max_turn_tokens" or self.max_turn_tokens is not None:
+                require_count(f"budget.{field.name}", getattr(self, field.name), least=1)
 
     def within(self, context_tokens: int | None) -> Budget:
         """The same budget for servers that have room for ``context_tokens`` only; None: they have room for anything.
@@ -101,3 +111,47 @@ class Budget:
 
     def _turn_cap(self, turn_cap: int | None) -> int | None:
         return self.max_turn_tokens if turn_cap is None else turn_cap
+
+
+def ended(segment: Segment, traj: Trajectory, renderer: Renderer) -> Segment:
+    """The part of ``segment`` that belongs to the open turn of ``traj``, which it follows.
+
+    It ends with STOP if the turn is complete with it: also if the server was told to abort in the same moment.
+    """
+    stopped = segment.stop is StopReason.STOP
+    if (stopped and not renderer.stop) or not len(segment.tokens):
+        return segment
+    if renderer.stop:
+        before = _tail(traj, _BYTES * (1 + max(map(len, renderer.stop))))
+        kept = _completed(before, segment.tokens, renderer)
+        if kept is not None:
+            return segment if stopped and kept == len(segment.tokens) else segment.cut(kept)
+    if not stopped and int(segment.tokens[-1]) in renderer.stop_token_ids:
+        return segment.cut(len(segment.tokens))
+    return segment
+
+
+def _completed(before: IntArray, tokens: IntArray, renderer: Renderer) -> int | None:
+    """How many of ``tokens`` it takes to complete a stop string; None if there is none."""
+    joined = np.concatenate([before, tokens])
+    found = partial(_has_stop, joined, len(before), renderer)
+    if not found(len(tokens)):
+        return None
+    return bisect_left(range(1, len(tokens)), True, key=found) + 1
+
+
+def _has_stop(joined: IntArray, before: int, renderer: Renderer, tokens: int) -> bool:
+    text = renderer.text(joined[: before + tokens])
+    return any(stop in text for stop in renderer.stop)
+
+
+def _tail(traj: Trajectory, tokens: int) -> IntArray:
+    """The last ``tokens`` of the open turn, or all of it. Looks at no more of the conversation than that."""
+    left = min(tokens, traj.turn_tokens)
+    parts: list[IntArray] = []
+    for span in reversed(traj.spans):
+        if left <= 0:
+            break
+        parts.append(span.tokens[-left:])
+        left -= len(parts[-1])
+    return np.concatenate(parts[::-1]) if parts else np.empty(0, dtype=np.int32)

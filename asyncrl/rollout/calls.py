@@ -24,7 +24,7 @@ from anyio.lowlevel import RunVar
 from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 
-__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread", "time_of"]
+__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
 
 T = TypeVar("T")
 
@@ -130,28 +130,13 @@ class UserCalls:
                 task.cancel()
 
 
-@overload
-async def call_user(function: Callable[..., Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
-@overload
-async def call_user(function: Callable[..., T | Awaitable[T]], *args: Any, timeout: float = ...) -> T: ...
 async def call_user(function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> Any:
     """Make one call. Raises ``RolloutTimeout`` after ``timeout`` seconds (a thread cannot be ended: it goes on until
     its function returns; ``in_process`` is for those that may not), ``InfrastructureError`` for a timeout or a lost
     connection inside, and whatever else the function raises.
     """
-    with Deadline(_name(function), timeout):
-        try:
-            return await _begun(function, args)
-        except Exception as error:  # noqa: BLE001  raised again below
-            failure = blamed(_name(function), error)
-        raise failure  # outside of the handler, so that it keeps its own cause
-
-
-def _begun(function: Callable[..., Any], args: tuple[Any, ...]) -> Awaitable[Any]:
-    """The call, to be awaited at once."""
-    if _is_asynchronous(getattr(function, "__func__", function)):
-        return function(*args)  # type: ignore[no-any-return]
-    return in_thread(partial(function, *args), _name(function))
+    with UserCalls(timeout) as calls:
+        return await calls(function, *args)
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
@@ -231,21 +216,20 @@ def blamed(what: str, error: Exception) -> BaseException:
     return failure
 
 
+def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
+    """The value of ``variable`` on this event loop, made when it is first asked for."""
+    try:
+        return variable.get()
+    except LookupError:
+        variable.set(value := make())
+        return value
+
+
 def _abandoned_calls() -> dict[_Call, str]:
     """Calls that nobody waits for any more, and their names, on this event loop."""
-    try:
-        return _abandoned.get()
-    except LookupError:
-        calls: dict[_Call, str] = {}
-        _abandoned.set(calls)
-        return calls
+    return of_loop(_abandoned, dict)
 
 
 def _threads() -> anyio.CapacityLimiter:
     """The limiter of this event loop."""
-    try:
-        return _user_threads.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(_USER_THREADS)
-        _user_threads.set(limiter)
-        return limiter
+    return of_loop(_user_threads, lambda: anyio.CapacityLimiter(_USER_THREADS))

@@ -30,9 +30,8 @@ from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.group import run_group
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan
-from asyncrl.rollout.opening import open_renderer
 from asyncrl.rollout.progress import GroupProgress
-from asyncrl.rollout.renderer import Renderer
+from asyncrl.rollout.renderer import Renderer, open_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.backend import SamplingBackend
 from asyncrl.sampling.transport import require_open_files

@@ -1,20 +1,26 @@
-"""Groups as values: what is to be rolled out, and what there is to say of one that failed or never sampled."""
+"""Groups as values: what is to be rolled out with which seeds, and what there is to say of one that failed or never
+sampled.
+
+A seed is a hash of what it is for. A sum of such numbers would not do: run 1 would draw for member 0 what run 0 draws
+for member 1. A hash shares nothing, and is the same in every process, so that a resumed run has the same seeds.
+"""
 
 from __future__ import annotations
 
 import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
+from hashlib import blake2b, blake2s
+from struct import pack
 
 import anyio
 
 from asyncrl.events import GroupDropped, Notice
 from asyncrl.plain import copied, error_text
-from asyncrl.rollout.seeds import derived
 from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.types import DropReason, Group, Row, Trajectory
 
-__all__ = ["FailedGroup", "GroupPlan", "unsampled"]
+__all__ = ["FailedGroup", "GroupPlan", "derived", "derived_for_request", "unsampled"]
 
 _SHORT = reprlib.Repr()
 # A row is named, not printed: a long one loses its middle.
@@ -83,3 +89,17 @@ def unsampled(group: Group) -> Notice | None:
         "prompt_tokens": max(traj.context_tokens for traj in group.members_G),
     }
     return Notice(time=anyio.current_time(), name="row_not_sampled", level="warning", keys=keys)
+
+
+def derived(*parts: int | str) -> int:
+    """A seed from 0 to 2**31 - 1, which servers and numpy take. Example: ``derived(run_seed, group, member)``."""
+    digest = blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFF_FFFF
+
+
+def derived_for_request(seed: int, group: int, member: int, attempt: int, segment: int) -> int:
+    """The seed of one sampling request, of a trajectory with ``seed``. Takes half as long as ``derived``, for it is
+    asked for each segment.
+    """
+    digest = blake2s(pack("<5q", seed, group, member, attempt, segment), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFF_FFFF

@@ -2,7 +2,8 @@
 
 Each is a pattern that finds a call in a text, and a function that reads the match. Which of them a model uses shows in
 what its chat template writes for a call. A reader gives ``Found`` values, none if the match is no call at all, or
-raises ``UnreadableCall`` with the reason, which the model is told.
+raises ``UnreadableCall`` with the reason, which the model is told. A pattern may have the groups ``name`` (the tool's),
+``body``, and ``end``, which is empty if the call is not closed.
 """
 
 from __future__ import annotations
@@ -12,18 +13,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from asyncrl.rollout.callvalues import (
-    Found,
-    Parameters,
-    UnreadableCall,
-    checked_call,
-    pairs_of,
-    python_call,
-    read_json,
-)
+from asyncrl.rollout.callvalues import Found, Parameters, UnreadableCall, checked_call, pairs_of, python_call, read_json
 
 __all__ = ["NOTATIONS", "TAGS", "Notation"]
+
+Reader: TypeAlias = Callable[[re.Match[str], Parameters], Sequence[Found]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +31,37 @@ class Notation:
     """A token that only models have which write calls so."""
     find: Callable[[str], Iterable[re.Match[str]]]
     """Where a text calls something."""
-    read: Callable[[re.Match[str], Parameters], Sequence[Found]]
-    content: Callable[[str], str] | None = None
-    """What of the rest is said to the user; None: all."""
+    reader: Reader
+    """Reads a match of a call that is closed."""
+    content: Callable[[str], str] = str
+    """What of the rest is said to the user; all, by default."""
+
+    def read(self, match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+        """The calls in a match. Raises ``UnreadableCall``."""
+        groups = match.re.groupindex
+        if "end" in groups and not match["end"]:
+            raise UnreadableCall("it is not closed", _tool_name(match["name"]) if "name" in groups else "")
+        return self.reader(match, parameters)
+
+
+def _tool_name(written: str) -> str:
+    """Without what some families write around it, as in ``functions.search:0``."""
+    return re.sub(r"^functions\.|:\d+$", "", written.strip())
+
+
+def _pattern(pattern: str) -> Callable[[str], Iterable[re.Match[str]]]:
+    return re.compile(pattern, re.DOTALL).finditer
+
+
+def _between(start: str, end: str, name: str, reader: Reader) -> Notation:
+    """Calls between two tokens."""
+    find = _pattern(re.escape(start) + r"(?P<body>.*?)(?P<end>" + re.escape(end) + r"|\Z)")
+    return Notation(name=name, marker=start, find=find, reader=reader)
+
+
+def _listed(found: object) -> list[Found]:
+    """Calls given as JSON, alone or in a list."""
+    return [checked_call(call) for call in found] if isinstance(found, list) else [checked_call(found)]
 
 
 # <tool_call> .. </tool_call>
@@ -49,15 +73,12 @@ _KEYED_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_valu
 
 
 def _read_tags(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
-    body, closing = match["body"], match["end"]
-    if not closing:
-        raise UnreadableCall("it is not closed")
+    body = match["body"]
     if xml := _XML.fullmatch(body):
         return [pairs_of(xml[1].strip(), _XML_PAIR.findall(xml[2]), parameters)]
     if keyed := _KEYED.fullmatch(body):
         return [pairs_of(keyed[1], _KEYED_PAIR.findall(keyed[2]), parameters)]
-    found = read_json(body)
-    return [checked_call(call) for call in found] if isinstance(found, list) and found else [checked_call(found)]
+    return _listed(read_json(body) or None)  # an empty list is not what belongs between these tags
 
 
 _TAGGED = re.compile(r"<tool_call>(?P<body>.*?)(?P<end></tool_call>|\Z)", re.DOTALL)
@@ -94,7 +115,7 @@ def _end_of_tags(text: str, start: int) -> int | None:
     return None if close is None else close.end()
 
 
-TAGS = Notation(name="tags", marker="<tool_call>", find=_find_tags, read=_read_tags)
+TAGS = Notation(name="tags", marker="<tool_call>", find=_find_tags, reader=_read_tags)
 """Between ``<tool_call>`` tags."""
 
 
@@ -102,8 +123,6 @@ TAGS = Notation(name="tags", marker="<tool_call>", find=_find_tags, read=_read_t
 
 
 def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
-    if not match["end"]:
-        raise UnreadableCall("it is not closed")
     body = re.sub(r"""\\(?![\\'"abfnrtvxuUN0-7\n])""", r"\\\\", match["body"].strip())
     if not body.startswith("["):
         body = "[" + ",".join(line for line in body.splitlines() if line.strip()) + "]"
@@ -117,22 +136,11 @@ def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[Found
         raise UnreadableCall(f"it is not a list of calls such as [name(key='value')]: {error}") from error
 
 
-def _between(start: str, end: str) -> Callable[[str], Iterable[re.Match[str]]]:
-    return _pattern(re.escape(start) + r"(?P<body>.*?)(?P<end>" + re.escape(end) + r"|\Z)")
-
-
-def _pattern(pattern: str) -> Callable[[str], Iterable[re.Match[str]]]:
-    return re.compile(pattern, re.DOTALL).finditer
-
-
 # JSON, alone or in a list
 
 
 def _read_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
-    if not match["end"]:
-        raise UnreadableCall("it is not closed")
-    found = read_json(match["body"])
-    return [checked_call(call) for call in found] if isinstance(found, list) else [checked_call(found)]
+    return _listed(read_json(match["body"]))
 
 
 def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
@@ -162,27 +170,18 @@ def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[Fo
 def _read_bracketed(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     body = match["body"].strip()
     if body.startswith("["):
-        found = read_json(body)
-        return [checked_call(call) for call in found]
-    head, _, arguments = body.partition("[ARGS]") if "[ARGS]" in body else _before_brace(body)
-    name, _, id = head.partition("[CALL_ID]")
-    return [
-        checked_call({"name": name.strip(), "arguments": read_json(arguments or "{}", name.strip()), "id": id.strip()})
-    ]
-
-
-def _before_brace(body: str) -> tuple[str, str, str]:
-    head, brace, rest = body.partition("{")
-    return head, "", brace + rest
+        return _listed(read_json(body))
+    head, mark, arguments = body.partition("[ARGS]" if "[ARGS]" in body else "{")
+    name, _, id = (part.strip() for part in head.partition("[CALL_ID]"))
+    arguments = mark.removeprefix("[ARGS]") + arguments
+    return [checked_call({"name": name, "arguments": read_json(arguments or "{}", name), "id": id})]
 
 
 # tokens around name and arguments
 
 
 def _read_named(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
-    name = re.sub(r"^functions\.|:\d+$", "", match["name"].strip())
-    if not match["end"]:
-        raise UnreadableCall("it is not closed", name)
+    name = _tool_name(match["name"])
     id = match["name"].strip() if ":" in match["name"] else ""
     body = match["body"].strip().removeprefix("```json").removesuffix("```")
     return [checked_call({"name": name, "arguments": read_json(body or "{}", name), "id": id})]
@@ -197,8 +196,6 @@ _PLAIN = re.compile(r"\b(?:True|False|None)\b(?!\")")
 def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
     """``call:name{key:<|"|>text<|"|>,other:1}``"""
     name, pieces = match["name"].strip(), match["body"].split(_QUOTE)
-    if not match["end"]:
-        raise UnreadableCall("it is not closed", name)
     text = "".join(
         json.dumps(piece) if index % 2 else _PLAIN.sub(lambda word: _WORDS[word[0]], _KEY.sub(r'\1"\2":', piece))
         for index, piece in enumerate(pieces)
@@ -211,8 +208,6 @@ _INVOKE_PAIR = re.compile(r'<(?:\w+:)?parameter name="([^"]+)"[^>]*>(.*?)</(?:\w
 
 
 def _read_invoked(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
-    if not match["end"]:
-        raise UnreadableCall("it is not closed")
     calls = [pairs_of(name, _INVOKE_PAIR.findall(body), parameters) for name, body in _INVOKE.findall(match["body"])]
     if not calls:
         raise UnreadableCall('it has no <invoke name="..">')
@@ -251,23 +246,13 @@ def _find_messages(text: str) -> Iterator[re.Match[str]]:
 
 NOTATIONS: tuple[Notation, ...] = (
     TAGS,
-    Notation(
-        name="pythonic",
-        marker="<|tool_call_start|>",
-        find=_between("<|tool_call_start|>", "<|tool_call_end|>"),
-        read=_read_python,
-    ),
-    Notation(
-        name="python lines",
-        marker="<function_calls>",
-        find=_between("<function_calls>", "</function_calls>"),
-        read=_read_python,
-    ),
+    _between("<|tool_call_start|>", "<|tool_call_end|>", "pythonic", _read_python),
+    _between("<function_calls>", "</function_calls>", "python lines", _read_python),
     Notation(
         name="brackets",
         marker="[TOOL_CALLS]",
         find=_pattern(r"\[TOOL_CALLS\](?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)"),
-        read=_read_bracketed,
+        reader=_read_bracketed,
     ),
     Notation(
         name="call tokens",
@@ -278,32 +263,28 @@ NOTATIONS: tuple[Notation, ...] = (
             r"(?P<body>.*?)(?:(?P<end><[|｜]tool[_▁ ]call[_▁ ]end[|｜]>)|\Z)\s*"
             r"(?:<[|｜]tool[_▁ ]calls(?:[_▁ ]section)?[_▁ ]end[|｜]>)?"
         ),
-        read=_read_named,
+        reader=_read_named,
     ),
     Notation(
         name="quote tokens",
         marker="<|tool_call>",
         find=_pattern(r"<\|tool_call>\s*call:(?P<name>[^{<]+)(?P<body>\{.*?)(?P<end><tool_call\|>|\Z)"),
-        read=_read_quoted,
+        reader=_read_quoted,
     ),
     Notation(
         name="invoke",
         marker="<minimax:tool_call>",
         find=_pattern(r"<(?P<tag>\w+:(?:tool_call|function_calls))>(?P<body>.*?)(?:(?P<end></(?P=tag)>)|\Z)"),
-        read=_read_invoked,
+        reader=_read_invoked,
     ),
-    Notation(name="channels", marker="<|channel|>", find=_find_messages, read=_read_channel, content=_final),
-    Notation(
-        name="action", marker="<|START_ACTION|>", find=_between("<|START_ACTION|>", "<|END_ACTION|>"), read=_read_json
-    ),
-    Notation(
-        name="json tokens", marker="<|tool_call|>", find=_between("<|tool_call|>", "<|/tool_call|>"), read=_read_json
-    ),
+    Notation(name="channels", marker="<|channel|>", find=_find_messages, reader=_read_channel, content=_final),
+    _between("<|START_ACTION|>", "<|END_ACTION|>", "action", _read_json),
+    _between("<|tool_call|>", "<|/tool_call|>", "json tokens", _read_json),
     Notation(
         name="bare JSON",
         marker="<|python_tag|>",
         find=_pattern(r"\A\s*(?P<tag><\|python_tag\|>)?\s*(?P<body>\{.*)\Z"),
-        read=_read_bare_json,
+        reader=_read_bare_json,
     ),
 )
 """Tried in this order on what a template writes."""

@@ -11,7 +11,6 @@ This is not anyio's ``to_process`` nor ``concurrent.futures``: their workers run
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -23,6 +22,7 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -31,8 +31,8 @@ import anyio.to_thread
 from anyio.lowlevel import RunVar
 
 from asyncrl.errors import ConfigError, EnvironmentFailure, InfrastructureError
-from asyncrl.rollout.calls import Deadline
-from asyncrl.rollout.worker import Call, Reply, declared, packed, read, refuse_in_worker, unpacked, write
+from asyncrl.rollout.calls import Deadline, of_loop
+from asyncrl.rollout.worker import SENDABLE, Call, Reply, declared, packed, refuse_in_worker, unpacked
 
 __all__ = ["in_process"]
 
@@ -46,7 +46,6 @@ _START_S = 60.0
 _END_S = 1.0
 # For the system to take a killed process away.
 _MAIN = "__main__"
-_SENDABLE = "something that can be sent to another process, such as numbers, text, lists and dataclasses of them"
 
 
 @overload
@@ -98,11 +97,11 @@ def _in_process(function: Callable[P, T], timeout: float) -> Callable[P, Awaitab
             if (module, name) not in process.known:
                 # Outside of the deadline: a new process imports the module first.
                 with Deadline(f"a worker process that imports {module}", _START_S):
-                    _value(name, module, await process.ask(dataclasses.replace(request, arguments=None)))
+                    _value(name, await process.ask(dataclasses.replace(request, arguments=None)))
                 process.known.add((module, name))
             with Deadline(name, timeout):
                 reply = await process.ask(request)
-        result: T = _value(name, module, reply)
+        result: T = _value(name, reply)
         return result
 
     return call
@@ -173,33 +172,25 @@ def _packed_arguments(
         except Exception as error:
             kind = type(value).__name__
             raise ConfigError(
-                f"argument {parameter!r} of {name} is of type {kind}, but must be {_SENDABLE} ({error})"
+                f"argument {parameter!r} of {name} is of type {kind}, but must be {SENDABLE} ({error})"
             ) from error
-    raise ConfigError(f"the arguments of {name} must be {_SENDABLE} ({cause})") from cause
+    raise ConfigError(f"the arguments of {name} must be {SENDABLE} ({cause})") from cause
 
 
-def _value(name: str, module: str, reply: Reply) -> Any:
+def _value(name: str, reply: Reply) -> Any:
     """The result; or raises what the function raised, or what is wrong with the call."""
     if reply.kind == "returned":
         assert reply.value is not None
         try:
             return unpacked(reply.value)
         except Exception as error:
-            raise ConfigError(f"the result of {name} must be {_SENDABLE} ({type(error).__name__}: {error})") from error
+            raise ConfigError(f"the result of {name} must be {SENDABLE} ({type(error).__name__}: {error})") from error
+    failure: object = ConfigError(reply.text)
     if reply.kind == "raised":
-        raised = None if reply.value is None else unpacked(reply.value)
-        if not isinstance(raised, Exception):
-            raised = EnvironmentFailure(f"{name} raised {reply.text}")
-        if reply.trace:
-            raised.add_note(f"in the worker process:\n{reply.trace}")
-        raise raised
-    wrong = {
-        "not_imported": f"a worker process cannot import {module}, which has {name}: {reply.text}",
-        "not_found": f"{module} has no {name} when a worker process imports it: it must stand at the top level",
-        "arguments_lost": f"the arguments of {name} cannot be read by its worker process: {reply.text}",
-        "result_lost": f"the result of {name} is of type {reply.text}, but must be {_SENDABLE}",
-    }
-    failure = ConfigError(wrong[reply.kind])
+        failure = None if reply.value is None else unpacked(reply.value)
+        if not isinstance(failure, Exception):
+            failure = EnvironmentFailure(f"{name} raised {reply.text}")
+    assert isinstance(failure, Exception)
     if reply.trace:
         failure.add_note(f"in the worker process:\n{reply.trace}")
     raise failure
@@ -212,12 +203,11 @@ class _Process:
         """Blocks for some milliseconds."""
         path = [entry for entry in sys.path if isinstance(entry, str)]
         code = f"import sys; sys.path[:] = {path!r}; from asyncrl.rollout.worker import main; main(sys.argv[1])"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(_script())], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin, self._process.stdout
+        requests, self._requests = Pipe(duplex=False)
+        self._replies, replies = Pipe(duplex=False)
+        with requests, replies:
+            command = [sys.executable, "-c", code, json.dumps(_script())]
+            self._process = subprocess.Popen(command, stdin=requests.fileno(), stdout=replies.fileno())
         self._killed = False
         self.known: set[tuple[str, str]] = set()
         """Module and name of each function that it has found."""
@@ -237,27 +227,27 @@ class _Process:
         finally:
             if not done:
                 self._killed = True
-                self._process.kill()  # which ends the thread too
+                self._process.kill()  # which ends the thread too, and that closes the pipes
+                wait = self._process.wait
                 with anyio.move_on_after(_END_S, shield=True):
-                    await anyio.to_thread.run_sync(self.end, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+                    await anyio.to_thread.run_sync(wait, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return reply
 
     def _exchange(self, request: Call) -> Reply:
         try:
-            write(self._requests, packed(request))
-            reply: Reply = unpacked(read(self._replies))
-        except (EOFError, OSError, ValueError):  # the last: another thread has closed them
+            self._requests.send(request)
+            reply: Reply = self._replies.recv()
+        except (EOFError, OSError):
             self.end()
             raise InfrastructureError(f"{request.name}: its process ended, with {self._process.returncode}") from None
         return reply
 
     def end(self) -> None:
-        """Kill it and close its pipes."""
+        """Kill it and close its pipes. Not to be called beside ``ask``."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._requests, self._replies):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self._requests.close()
+        self._replies.close()
 
 
 class _Pool:
@@ -314,17 +304,7 @@ def _end_all(processes: list[_Process]) -> None:
 
 def _pool() -> _Pool:
     """The pool of this event loop."""
-    try:
-        return _pools.get()
-    except LookupError:
-        pool = _Pool()
-        _pools.set(pool)
-        return pool
-
-
-def _limiter() -> anyio.CapacityLimiter:
-    """How many calls run at once on this event loop."""
-    return _pool().limiter
+    return of_loop(_pools, _Pool)
 
 
 def _script() -> tuple[str, bool] | None:

@@ -20,15 +20,17 @@ import anyio
 import numpy as np
 
 from asyncrl.errors import ConfigError
+from asyncrl.events import Events, Notice
 from asyncrl.rollout.chattemplate import ChatTemplate, text_of
 from asyncrl.rollout.controltokens import ControlTokens, Tokenizer
+from asyncrl.rollout.env import EnvFactory
 from asyncrl.rollout.notations import TAGS
 from asyncrl.rollout.roundtrip import Problem, notation_of, round_trip
 from asyncrl.rollout.toolcalls import ParsedTurn, parse_calls, parse_hermes, parse_with_template
 from asyncrl.rollout.tools import Tool, elide
 from asyncrl.types import IntArray, Message
 
-__all__ = ["ChatRenderer", "ParsedTurn", "Renderer", "TextRenderer", "load_renderer"]
+__all__ = ["ChatRenderer", "ParsedTurn", "Renderer", "TextRenderer", "load_renderer", "open_renderer"]
 
 T = TypeVar("T")
 _INLINE_S = 0.003
@@ -137,6 +139,10 @@ class _TokenizingRenderer:
             return message if short == text else message | {"content": short}
 
         return await self._off_loop(messages, lambda: [shorten(message) for message in messages])
+
+    def check(self, tools: Sequence[Tool]) -> list[Problem]:
+        """What of ``tools`` does not survive: nothing here, for the environment itself announces them."""
+        return []
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of a text as content: none of them is a control token."""
@@ -262,6 +268,29 @@ class ChatRenderer(_TokenizingRenderer):
     def _spelled(self, text: str) -> bool:
         """False if the tokenizer has no tokens for ``text``, as a toy of few words."""
         return text in str(self.tokenizer.decode(self.encode(text)))
+
+
+async def open_renderer(
+    model: Path, kind: Literal["auto", "chat", "text"], factory: EnvFactory, events: Events, **options: Any
+) -> Renderer:
+    """What ``load_renderer`` makes of the model and ``options``, in a thread, tried with the environment's tools.
+
+    What its template does not carry through of the tools is reported as a ``Notice``, or raised as ``ConfigError`` if
+    the run would only show it by calls that nobody reads or results that the model never sees.
+    """
+
+    def load() -> tuple[Renderer, list[Problem]]:
+        renderer = load_renderer(model, kind, **options)
+        return renderer, renderer.check(factory.tools)
+
+    renderer, problems = await anyio.to_thread.run_sync(load)
+    for problem in problems:
+        names = ", ".join(problem.tools)
+        if problem.fatal and not (problem.name == "results_not_written" and factory.answers):
+            raise ConfigError(f"the environment has tools ({names}), but {problem.reason} ({problem.name})")
+        keys = {"tools": names, "reason": problem.reason}
+        events.emit(Notice(time=anyio.current_time(), name=problem.name, level="warning", keys=keys))
+    return renderer
 
 
 def load_renderer(

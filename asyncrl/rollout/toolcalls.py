@@ -68,7 +68,7 @@ def parse_calls(
         if not readable:
             kept.append(match.group())
     rest = "".join([*kept, answer[place:]])
-    content = reasoning + (notation.content(rest) if notation.content else rest)
+    content = reasoning + notation.content(rest)
     return _turn({"content": content.strip() if calls else content}, calls)
 
 

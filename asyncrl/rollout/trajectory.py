@@ -18,14 +18,13 @@ from asyncrl.errors import ProtocolError, ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
 from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
-from asyncrl.rollout.budget import Budget
+from asyncrl.rollout.budget import Budget, ended
 from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
+from asyncrl.rollout.groupplan import derived_for_request
 from asyncrl.rollout.renderer import Renderer
-from asyncrl.rollout.seeds import derived_for_request
-from asyncrl.rollout.stops import ended
 from asyncrl.sampling.base import ModelRef, Sampler, SegmentRequest
 from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
@@ -302,7 +301,7 @@ async def restored(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
 async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """Ask the environment for its answer to the turn, and take note of it."""
     started = context.now()
-    context.activities[traj.id] = (traj, "reply", started)
+    context.activities[traj.id] = (traj, "on_turn", started)
     before = traj.metrics
     errors, tool_seconds = before.get("tool_errors", 0.0), before.get("tool_seconds", 0.0)
     answer = await context.calls(env.on_turn, traj)

@@ -27,12 +27,16 @@ import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["Call", "Reply", "main", "packed", "read", "refuse_in_worker", "unpacked", "write"]
+__all__ = ["SENDABLE", "Call", "Reply", "load_file", "main", "packed", "refuse_in_worker", "unpacked"]
+
+SENDABLE = "something that can be sent to another process, such as numbers, text, lists and dataclasses of them"
 
 Declared: TypeAlias = dict[tuple[str, str], Callable[..., Any]]
 """Module and name of each function that was declared with ``in_process``, and the function."""
@@ -42,7 +46,6 @@ declared: ContextVar[Declared] = ContextVar("declared")
 
 _MAIN, _MAIN_IN_WORKER = "__main__", "__mp_main__"
 # As in multiprocessing.
-_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +60,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """How a call ended. ``value`` is the pickle of the result or of the exception, if that can be sent."""
+    """How a call ended. ``refused``: the function was not called, or what it returned cannot be sent."""
 
-    kind: Literal["returned", "raised", "not_imported", "not_found", "arguments_lost", "result_lost"]
+    kind: Literal["returned", "raised", "refused"]
     value: bytes | None = None
+    """The pickle of the result or of the exception, if that can be sent."""
     text: str = ""
     """What went wrong, for a message."""
     trace: str = ""
@@ -68,28 +72,13 @@ class Reply:
 
 
 def refuse_in_worker(what: str) -> None:
-    """Raises ``ConfigError`` if a worker process is importing: ``what`` begins a second time there."""
+    """Raise ``ConfigError`` if a worker process is importing: ``what`` begins a second time there."""
     if declared.get(None) is not None:
         raise ConfigError(
             f"{what} was called while a worker process of rl.in_process imported its module: every worker would start "
             'the same again. Put what starts the run below `if __name__ == "__main__":`, or the function that is to '
             "run in a process into a module of its own"
         )
-
-
-def write(stream: IO[bytes], content: bytes) -> None:
-    """One message."""
-    stream.write(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
-    stream.flush()
-
-
-def read(stream: IO[bytes]) -> bytes:
-    """One message. Raises ``EOFError`` if the other side has ended."""
-    header = stream.read(_LENGTH_BYTES)
-    content = stream.read(int.from_bytes(header, "big"))
-    if len(header) < _LENGTH_BYTES or len(content) < int.from_bytes(header, "big"):
-        raise EOFError
-    return content
 
 
 def packed(value: Any) -> bytes:
@@ -129,19 +118,16 @@ class _Worker:
 
     def answer(self, call: Call) -> Reply:
         """Make the call."""
-        try:
-            module = self._imported(call)
-        except BaseException as error:  # noqa: BLE001  told to the parent
-            return Reply(kind="not_imported", text=_described(error), trace=_trace(error))
+        function = self._found(call)
+        if isinstance(function, Reply):
+            return function
         if call.arguments is None:
-            found = self._found(module, call)
-            return Reply(kind="not_found" if found is None else "returned", value=packed(None))
+            return Reply(kind="returned", value=packed(None))
         try:
             args, kwargs = unpacked(call.arguments, self._main_script)
         except BaseException as error:  # noqa: BLE001  told to the parent
-            return Reply(kind="arguments_lost", text=_described(error))
-        function = self._found(module, call)
-        assert function is not None
+            wrong = f"the arguments of {call.name} cannot be read by its worker process: {_described(error)}"
+            return Reply(kind="refused", text=wrong)
         try:
             result = function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001  told to the parent
@@ -149,12 +135,21 @@ class _Worker:
         try:
             return Reply(kind="returned", value=packed(result))
         except Exception as error:  # noqa: BLE001  told to the parent
-            return Reply(kind="result_lost", text=f"{type(result).__name__}: {_described(error)}")
+            what = f"{type(result).__name__}: {_described(error)}"
+            return Reply(kind="refused", text=f"the result of {call.name} is of type {what}, but must be {SENDABLE}")
 
-    def _found(self, module: Any, call: Call) -> Callable[..., Any] | None:
-        """The function as it was declared, or else the one that has its name."""
+    def _found(self, call: Call) -> Callable[..., Any] | Reply:
+        """The function, or why there is none."""
+        try:
+            module = self._imported(call)
+        except BaseException as error:  # noqa: BLE001  told to the parent
+            wrong = f"a worker process cannot import {call.module}, which has {call.name}: {_described(error)}"
+            return Reply(kind="refused", text=wrong, trace=_trace(error))
+        # As it was declared, or else whatever has its name.
         name = _MAIN_IN_WORKER if call.module == _MAIN else call.module
-        return self._functions.get((name, call.name)) or getattr(module, call.name, None)
+        wrong = f"{call.module} has no {call.name} when a worker process imports it: it must stand at the top level"
+        found = self._functions.get((name, call.name)) or getattr(module, call.name, None)
+        return found or Reply(kind="refused", text=wrong)
 
     def _imported(self, call: Call) -> Any:
         if call.module == _MAIN:
@@ -193,20 +188,24 @@ def _import(name: str, file: str | None) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A recipe's Python file has a name that only the parent knows.
-        spec = None
-        if error.name == name and file is not None:
-            spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
+        if error.name != name or file is None:
             raise
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules[name] = loaded
-        try:
-            spec.loader.exec_module(loaded)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return loaded
+        return load_file(name, file)  # a recipe's Python file has a name that only the parent knows
+
+
+def load_file(name: str, file: str | Path) -> ModuleType:
+    """Import ``file`` as the module ``name``. Raises ``ImportError`` if it is no Python file, or what it raises."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _raised(error: BaseException) -> Reply:
@@ -234,22 +233,22 @@ def _trace(error: BaseException) -> str:
 def main(start: str) -> None:
     """Answer calls until the parent is gone. ``start``: JSON of the main script, if it may be run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
-        with open(os.devnull, "rb") as nothing:  # noqa: PTH123  a device
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(2, 1)
-        script = json.loads(start)
-        worker = _Worker(None if script is None else (script[0], script[1]))
-        calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=_receive, args=(requests, calls), daemon=True).start()
-        while True:
-            write(replies, packed(worker.answer(unpacked(calls.get()))))
+    requests, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123  a device
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    script = json.loads(start)
+    worker = _Worker(None if script is None else (script[0], script[1]))
+    calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests, calls), daemon=True).start()
+    while True:
+        replies.send(worker.answer(calls.get()))
 
 
-def _receive(requests: IO[bytes], calls: queue.SimpleQueue[bytes]) -> None:
+def _receive(requests: Connection, calls: queue.SimpleQueue[Call]) -> None:
     """In a thread, so that the end of the parent is seen by a worker that computes."""
     while True:
         try:
-            calls.put(read(requests))
-        except EOFError:
+            calls.put(requests.recv())
+        except (EOFError, OSError):
             os._exit(0)

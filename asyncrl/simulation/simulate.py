@@ -13,7 +13,7 @@ from asyncrl.events import Event, Events, StepFinished
 from asyncrl.observe.metrics import percentile
 from asyncrl.publishing.policy import Policy
 from asyncrl.rollout.engine import RolloutEngine
-from asyncrl.rollout.seeds import derived
+from asyncrl.rollout.groupplan import derived
 from asyncrl.simulation.grid import Point, RunOptions
 from asyncrl.simulation.parts import (
     CountingRenderer,

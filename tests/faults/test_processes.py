@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError, RolloutTimeout
 from asyncrl.events import Events, Notice, StepFinished
 from asyncrl.observe.lag import LoopLag
 from asyncrl.rollout.calls import _abandoned_calls, call_user
-from asyncrl.rollout.processes import _limiter, in_process
+from asyncrl.rollout.processes import _pool, in_process
 from asyncrl.rollout.tools import tool
 from asyncrl.testing import ByteRenderer, scripted_policy
 from asyncrl.types import Message, Row, Trajectory
@@ -71,7 +71,7 @@ def shout(text: str) -> str:
 @pytest.mark.slow
 async def test_every_worker_that_hangs_is_killed_and_replaced() -> None:
     """Twice as many endless verifiers as workers; later ones are right, in the time they need (FAILURES.md 59)."""
-    size = int(_limiter().total_tokens)
+    size = int(_pool().limiter.total_tokens)
     late: list[RolloutTimeout] = []
 
     async def verify() -> None:
@@ -86,7 +86,7 @@ async def test_every_worker_that_hangs_is_killed_and_replaced() -> None:
     assert len(late) == 2 * size
     assert str(late[0]) == "spin ran past its deadline of 0.3 s"
     assert [await spin(x) for x in (2, 4, 6)] == [2, 4, 6]
-    assert _limiter().borrowed_tokens == 0
+    assert _pool().limiter.borrowed_tokens == 0
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ async def test_a_cancelled_call_leaves_no_process_behind() -> None:
         with anyio.move_on_after(seconds) as scope:
             await _endless()
         assert scope.cancelled_caught
-    assert _limiter().borrowed_tokens == 0
+    assert _pool().limiter.borrowed_tokens == 0
     assert len(_children()) <= 1  # one that is idle
 
 

@@ -175,7 +175,7 @@ _DOINGS = {
     "reset": "environment's reset",
     "queue": "a place among the sampling requests",
     "sampling": "a sampling request",
-    "reply": "environment's on_turn",
+    "on_turn": "environment's on_turn",
     "reward": "environment's reward",
 }
 
@@ -219,7 +219,7 @@ def test_the_few_oldest_waits_are_all_named(  # noqa: C901  one branch for each 
 
     run_virtual(main)
     waits = [
-        (float(since), f"{_DOINGS[doing]} of t{number} in turn {0 if doing == 'reply' else 1}", doing, number)
+        (float(since), f"{_DOINGS[doing]} of t{number} in turn {0 if doing == 'on_turn' else 1}", doing, number)
         for number, (doing, since) in enumerate(members)
     ]
     expected = sorted(waits, key=lambda wait: wait[0])[:5]

@@ -168,13 +168,12 @@ def test_what_cannot_be_trained_in_time_begins_anew(
     assert late == len(dues) - kept.total()
     before = Counter(due for due, _ in dues)
     assert (late == 0) == feasible(before, version=version, groups_per_step=groups_per_step)
-    for group in after.groups.values():
-        if group.due is None:
-            assert group.renewed is not None
-            handed_over = bool(group.taken)
-            assert group.progress == GroupProgress(
-                removed=group.taken, part_handed_over=handed_over, deadline_passed=handed_over
-            )
+    for late_group in after.groups.values():
+        if late_group.due is None:
+            assert late_group.renewed is not None
+            taken = late_group.taken
+            begun = GroupProgress(removed=taken, part_handed_over=bool(taken), deadline_passed=bool(taken))
+            assert late_group.progress == begun
 
 
 @pytest.mark.parametrize(("known", "number"), [(None, 1), (1, 1), (1, 2), (2, 1), (3, 3)])

@@ -93,7 +93,7 @@ def test_turns_run_out_after_the_last_answer() -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
 def test_a_bound_must_be_a_positive_integer(value: object) -> None:
     """What is refused is named with its key."""
-    with pytest.raises(ConfigError, match=r"budget\.max_turns is .*positive integer"):
+    with pytest.raises(ConfigError, match=r"budget\.max_turns is .*integer of at least 1"):
         Budget(max_turns=value)  # type: ignore[arg-type]
 
 

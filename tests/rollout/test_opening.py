@@ -9,7 +9,7 @@ import asyncrl as rl
 from asyncrl.errors import ConfigError
 from asyncrl.events import Event, Events, Notice
 from asyncrl.rollout.env import env_factory
-from asyncrl.rollout.opening import open_renderer
+from asyncrl.rollout.renderer import open_renderer
 from asyncrl.types import Message, Row
 from tests.rollout.families import FAMILIES, make_family_tokenizer
 

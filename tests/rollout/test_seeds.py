@@ -10,8 +10,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.groupplan import GroupPlan
-from asyncrl.rollout.seeds import derived
+from asyncrl.rollout.groupplan import GroupPlan, derived
 from asyncrl.testing import END, ScriptedSampler
 from asyncrl.types import Message, Trajectory
 from tests.faults.case import Case, One

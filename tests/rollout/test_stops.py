@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import asyncrl as rl
 from asyncrl.errors import ConfigError
 from asyncrl.events import SegmentSampled
+from asyncrl.rollout.budget import ended
 from asyncrl.rollout.renderer import TextRenderer
-from asyncrl.rollout.stops import ended
 from asyncrl.rollout.toolcalls import ParsedTurn, parse_hermes
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedSampler
