@@ -33,21 +33,6 @@ from asyncrl.types import BarrierWait, DropReason, Group, Trajectory, Truncation
 
 __all__ = ["COUNTED", "BatchMetrics", "MetricsRecorder", "percentile"]
 
-COUNTED = (
-    BarrierOpened,
-    ChunkTrained,
-    GroupDropped,
-    GroupRerolled,
-    MemberDiscarded,
-    MemberFailed,
-    MemberResumed,
-    RequestRepeated,
-    SegmentSampled,
-    VersionCommitted,
-    VersionPublished,
-)
-"""The events to subscribe to."""
-
 _SUMMED = (
     "publication/seconds",
     "publication/versions",
@@ -77,37 +62,23 @@ class MetricsRecorder:
         self._since = started
         self._sums = dict.fromkeys(_SUMMED, 0.0)
         self._longest: BarrierWait | None = None
-        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
-            RequestRepeated: self._count_repeat,
-            SegmentSampled: self._count_segment,
-            BarrierOpened: self._count_wait,
-            ChunkTrained: self._count_chunk,
-            VersionCommitted: self._count_version,
-            VersionPublished: self._count_publication,
-            MemberFailed: self._count_waste,
-            MemberDiscarded: self._count_waste,
-            GroupDropped: self._count_waste,
-            GroupRerolled: self._count_waste,
-            MemberResumed: self._count_waste,
-        }
-        assert self._handlers.keys() == set(COUNTED)
 
     def observe(self, event: Event) -> None:
         """Count ``event``."""
-        handler = self._handlers.get(type(event))
+        handler = _HANDLERS.get(type(event))
         if handler is not None:
-            handler(event)
+            handler(self, event)
 
     def sums(self) -> dict[str, float]:
         """What was counted since the last step."""
         return dict(self._sums)
 
-    def go_on(self, sums: Mapping[str, float]) -> None:
+    def resume(self, sums: Mapping[str, float]) -> None:
         """An earlier process had counted ``sums``."""
         for key in self._sums.keys() & sums.keys():
             self._sums[key] += sums[key]
 
-    def waste(self, tokens: int) -> None:
+    def add_wasted(self, tokens: int) -> None:
         """Count generated tokens that will never be trained."""
         self._sums["sampling/wasted_tokens"] += tokens
 
@@ -167,7 +138,24 @@ class MetricsRecorder:
         self, event: MemberFailed | MemberDiscarded | GroupDropped | GroupRerolled | MemberResumed
     ) -> None:
         if not (isinstance(event, MemberResumed) and event.recovered):
-            self.waste(event.generated_tokens)
+            self.add_wasted(event.generated_tokens)
+
+
+_HANDLERS: Mapping[type[Event], Callable[[MetricsRecorder, Any], None]] = {
+    RequestRepeated: MetricsRecorder._count_repeat,
+    SegmentSampled: MetricsRecorder._count_segment,
+    BarrierOpened: MetricsRecorder._count_wait,
+    ChunkTrained: MetricsRecorder._count_chunk,
+    VersionCommitted: MetricsRecorder._count_version,
+    VersionPublished: MetricsRecorder._count_publication,
+    MemberFailed: MetricsRecorder._count_waste,
+    MemberDiscarded: MetricsRecorder._count_waste,
+    GroupDropped: MetricsRecorder._count_waste,
+    GroupRerolled: MetricsRecorder._count_waste,
+    MemberResumed: MetricsRecorder._count_waste,
+}
+COUNTED = tuple(_HANDLERS)
+"""The events to subscribe to."""
 
 
 class BatchMetrics:

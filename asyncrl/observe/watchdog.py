@@ -37,19 +37,6 @@ from asyncrl.sampling.backend import SamplingBackend
 
 __all__ = ["WATCHED", "Watchdog"]
 
-WATCHED = (
-    BatchTaken,
-    ChunkTrained,
-    GroupAdmitted,
-    GroupBorn,
-    GroupFinished,
-    LearnerStepped,
-    StepFinished,
-    VersionCommitted,
-    VersionPublished,
-)
-"""The events to subscribe to. What single members do is in their activities."""
-
 _LEAST_S = 120.0
 # Shorter silences are usual: one long request, one slow tool.
 _STEPS = 3.0
@@ -79,14 +66,6 @@ class Watchdog:
         # Groups of the step under way.
         self._unpublished: dict[int, float] = {}
         # Committed version -> since when it, or the one before it, is being published.
-        self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
-            StepFinished: self._step,
-            BatchTaken: self._take,
-            ChunkTrained: self._train,
-            LearnerStepped: self._rest,
-            VersionCommitted: self._commit,
-            VersionPublished: self._publish,
-        }
 
     @property
     def patience_s(self) -> float:
@@ -99,9 +78,9 @@ class Watchdog:
         if self._spoke:
             self._spoke = False
             self._woken.notify()
-        handler = self._handlers.get(type(event))
+        handler = _HANDLERS.get(type(event))
         if handler is not None:
-            handler(event)
+            handler(self, event)
 
     def _step(self, event: StepFinished) -> None:
         self._step_seconds.append(event.metrics.get("train/batch_seconds", 0.0))
@@ -179,6 +158,18 @@ class Watchdog:
         if call is not None:
             keys["call"] = call[1]
         return self._unpublished[version], keys
+
+
+_HANDLERS: Mapping[type[Event], Callable[[Watchdog, Any], None]] = {
+    StepFinished: Watchdog._step,
+    BatchTaken: Watchdog._take,
+    ChunkTrained: Watchdog._train,
+    LearnerStepped: Watchdog._rest,
+    VersionCommitted: Watchdog._commit,
+    VersionPublished: Watchdog._publish,
+}
+WATCHED = (*_HANDLERS, GroupAdmitted, GroupBorn, GroupFinished)
+"""The events to subscribe to. What single members do is in their activities."""
 
 
 def _sentence(seconds: float, keys: Mapping[str, object]) -> str:

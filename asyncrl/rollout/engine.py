@@ -51,7 +51,8 @@ class EngineSession:
     policy: OpenPolicy
     clock: PolicyClock
     events: Events
-    _context: RolloutContext
+    context: RolloutContext
+    """What its trajectories share."""
     _factory: EnvFactory
     _slots: OrderedSlots
     _seed: int
@@ -62,26 +63,6 @@ class EngineSession:
     def tools(self) -> tuple[str, ...]:
         """Names of the environment's tools, as far as they are known."""
         return tuple(tool.name for tool in self._factory.tools)
-
-    @property
-    def settings(self) -> SamplingSettings:
-        """The sampling distribution."""
-        return self._context.settings
-
-    @property
-    def activities(self) -> Activities:
-        """What each member is doing, those of evaluations included."""
-        return self._context.activities
-
-    @property
-    def requests_in_flight(self) -> int:
-        """Sampling requests that are being answered."""
-        return self._context.requests.in_use
-
-    @property
-    def requests_queued(self) -> int:
-        """Sampling requests that wait for ``max_sample_requests``."""
-        return self._context.requests.waiting
 
     async def stage(self, version: int) -> None:
         """Export the learner's parameters as ``version``; the learner may go on once this returns."""
@@ -111,9 +92,9 @@ class EngineSession:
 
         ``prefix`` begins the trajectories' names, ``events`` is told of them. ``temperature``: None is the engine's.
         """
-        settings = self._context.settings
+        settings = self.context.settings
         context = replace(
-            self._context,
+            self.context,
             settings=replace(
                 settings, temperature=settings.temperature if temperature is None else temperature, kv_cache=None
             ),
@@ -122,7 +103,7 @@ class EngineSession:
             keeps_env_state=False,
             on_birth=lambda group, version: None,
         )
-        return replace(self, _context=context, _prefix=prefix)
+        return replace(self, context=context, _prefix=prefix)
 
     def for_training(
         self, on_birth: Callable[[int, int], None], on_published: Callable[[int], None], *, resumable: bool
@@ -132,8 +113,8 @@ class EngineSession:
 
         ``resumable``: environments are asked for what they need to be brought back.
         """
-        context = replace(self._context, on_birth=on_birth, keeps_env_state=resumable)
-        return replace(self, _context=context, _on_published=on_published)
+        context = replace(self.context, on_birth=on_birth, keeps_env_state=resumable)
+        return replace(self, context=context, _on_published=on_published)
 
     async def group(
         self,
@@ -159,7 +140,7 @@ class EngineSession:
             completion=completion or GroupCompletion(),
         )
         return await run_group(
-            plan, self._factory, self._slots, self._context, on_part=on_part, on_reroll=on_reroll, progress=progress
+            plan, self._factory, self._slots, self.context, on_part=on_part, on_reroll=on_reroll, progress=progress
         )
 
 
@@ -279,7 +260,7 @@ class RolloutEngine:
                     policy=policy,
                     clock=clock,
                     events=events,
-                    _context=context,
+                    context=context,
                     _factory=self._factory,
                     _slots=OrderedSlots(self.schedule.concurrency),
                     _seed=self._seed,

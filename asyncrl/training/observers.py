@@ -40,7 +40,7 @@ class RunObservers:
         self._lag = LoopLag(options.events)
         self._watchdog = Watchdog(
             options.events,
-            session.activities,
+            session.context.activities,
             groups_per_step=options.groups_per_step,
             sampler=session.policy.sampler,
         )

@@ -171,7 +171,7 @@ class RunRecord:
             dropped=state.dropped,
             reservations={group.index: (group.due, len(group.taken)) for group in state.groups.values()},
         )
-        self.recorder.go_on(state.sums)
+        self.recorder.resume(state.sums)
         self.rollout_keys = dict.fromkeys(state.rollout_keys, 0.0)
         for group in state.groups.values():
             progress = None if group.is_finished else group.progress or GroupProgress()

@@ -110,11 +110,6 @@ class TrainingRun:
         self.record.drop(group, str(event.reason))
         self.events.emit(event)
 
-    async def publish(self, version: int) -> None:
-        """Make ``version`` live; an error of that ends the run."""
-        with self.first_error.watched():
-            await self.session.publish(version)
-
     async def evaluate(self, n: int) -> float:
         """Measure the committed policy, if that is due after step ``n``, and say how many seconds it took."""
         evaluator = self.options.evaluator
@@ -143,9 +138,9 @@ class TrainingRun:
         """What happened since the last call, and how things stand now."""
         return self.observers.take(
             {
-                "sampling/inflight_requests": float(self.session.requests_in_flight),
+                "sampling/inflight_requests": float(self.session.context.requests.in_use),
                 "staleness/reserved_groups": float(self.admission.outstanding),
-                "throughput/queue_depth": float(self.session.requests_queued),
+                "throughput/queue_depth": float(self.session.context.requests.waiting),
                 **self.saver.metrics(),
             }
         )

@@ -89,7 +89,7 @@ class TrainerStep:
             normalize=options.normalize,
             truncation=options.truncation,
             min_members=options.completion.min_members,
-            temperature=run.session.settings.temperature,
+            temperature=options.engine.settings.temperature,
             version=self._version,
             max_staleness=None if options.stale_rule.unbounded else options.max_staleness,
             mask_stale=options.stale_rule.masked,
@@ -187,7 +187,7 @@ class TrainerStep:
         return Step(n=self.n, model_step=model_step, metrics=metrics, trajectories=trajectories, waits=self._waits)
 
     def _metrics(self) -> Mapping[str, float]:
-        self._run.observers.recorder.waste(self._assembly.wasted_tokens)
+        self._run.observers.recorder.add_wasted(self._assembly.wasted_tokens)
         batch = self._batch.metrics()
         return {
             **self._run.interval_metrics(),

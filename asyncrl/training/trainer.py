@@ -87,8 +87,9 @@ async def _train(run: TrainingRun, consumer: Consumer[Step], staged: MemoryObjec
 
 
 async def _publish(run: TrainingRun, versions: MemoryObjectReceiveStream[int]) -> None:
-    async for version in versions:
-        await run.publish(version)
+    with run.first_error.watched():
+        async for version in versions:
+            await run.session.publish(version)
 
 
 class AsyncTrainer(TrainingOptions):

@@ -171,7 +171,7 @@ def test_wasted_tokens_are_those_of_failed_attempts_discarded_stragglers_and_unt
     recorder = MetricsRecorder(started=0.0)
     recorder.observe(MemberFailed(time=0.0, group=0, member=0, attempt=1, error="no", generated_tokens=7))
     recorder.observe(MemberDiscarded(time=0.0, group=0, member=1, generated_tokens=20))
-    recorder.waste(100)
+    recorder.add_wasted(100)
     assert recorder.take(1.0, {})["sampling/wasted_tokens"] == 127.0
     assert recorder.take(2.0, {})["sampling/wasted_tokens"] == 0.0
 

@@ -86,11 +86,11 @@ async def test_requests_wait_in_the_client_while_the_servers_are_full() -> None:
         for index in range(40):
             tasks.start_soon(session.group, index, "p", 1)
         await anyio.sleep(1)
-        assert (session.requests_in_flight, session.requests_queued) == (40, 0)
+        assert (session.context.requests.in_use, session.context.requests.waiting) == (40, 0)
         await anyio.sleep(10)
-        assert session._context.requests.limit == 20
+        assert session.context.requests.limit == 20
         sampler = session.policy.sampler
         assert isinstance(sampler, SGLang)
         pool_of(sampler).set_limit(URL, 1000)
-        assert session._context.requests.limit == 40
+        assert session.context.requests.limit == 40
         tasks.cancel_scope.cancel()
