@@ -96,7 +96,6 @@ class Snapshots:
 
     def _lines(self, state: RunState) -> Iterator[bytes]:
         header = {"format": _FORMAT, **{name: getattr(state, name) for name in _HEADER}}
-        header["totals"] = _plain_totals(state.totals)
         yield dumps(header) + b"\n"
         for group in state.groups.values():
             yield self._line(group) + b"\n"
@@ -189,12 +188,6 @@ class _Reader:
 
     def _members(self, values: Sequence[dict[str, Any]], row: Row) -> list[Trajectory]:
         return [self._trajectories.read(value, row) for value in values]
-
-
-def _plain_totals(totals: LedgerTotals) -> dict[str, Any]:
-    # asdict would make a counter of pairs.
-    values = {field.name: getattr(totals, field.name) for field in fields(totals)}
-    return values | {name: {str(key): count for key, count in values[name].items()} for name in _COUNTERS}
 
 
 def _read_totals(values: dict[str, Any]) -> LedgerTotals:
