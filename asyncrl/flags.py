@@ -26,25 +26,25 @@ def add_flags(
 ) -> None:
     """Add a flag of the same type for each field of the dataclass ``kind`` that is in ``names``.
 
-    Flags that are not given are not among the arguments, so that the defaults are those of the dataclass. With
-    ``forms``, what values of each type look like, all but paths stay text and are None if they are not given.
+    Flags that are not given are not among the arguments, so that the defaults are those of the dataclass. Values stay
+    text if ``forms`` says what texts for each type look like.
     """
     hints, docs = get_type_hints(kind), _docs(kind)
     for field in dataclasses.fields(kind):
         if field.name in names:
-            parts = [part for part in get_args(hints[field.name]) if part is not NoneType]
-            hint = parts[0] if type(hints[field.name]) is UnionType else hints[field.name]
+            hint = hints[field.name]
             parser.add_argument(
                 "--" + field.name.replace("_", "-"),
                 help=docs.get(field.name, "").replace("``", "").replace("%", "%%"),
-                default=argparse.SUPPRESS if forms is None else None,
+                default=argparse.SUPPRESS,
                 required=field.default is dataclasses.MISSING,
-                **(_typed(hint) if forms is None or hint is Path else {"metavar": forms[hint]}),
+                **(_typed(hint) if forms is None else {"metavar": forms[hint]}),
             )
 
 
 def _typed(hint: Any) -> dict[str, Any]:
-    """How ``argparse`` reads a value of this type."""
+    """How ``argparse`` reads a value of this type, or of this one or None."""
+    hint = next(part for part in get_args(hint) if part is not NoneType) if type(hint) is UnionType else hint
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is Literal:

@@ -32,16 +32,16 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As of any stream."""
+        """Write ``text``, or drop it once the reader is gone."""
         self._try(self._stream.write, text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As of any stream."""
+        """Write ``lines`` one after the other, or drop them."""
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """As of any stream."""
+        """Flush what was written, if anybody reads it."""
         self._try(self._stream.flush)
 
     def _try(self, function: Callable[..., T], *args: Any) -> None:

@@ -92,7 +92,7 @@ class Servers:
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' key; the key itself has no place in a recipe."""
     admin_key_env: str | None = None
-    """The same for the key of control routes, if the servers have one beside the other."""
+    """Name of the one with the key of control routes, if the servers have one beside the other."""
     servers: int = 1
     """SGLang servers that the run starts."""
 

@@ -100,7 +100,7 @@ def fit_cost(sizes: Array, seconds: Array, *, busy: Array) -> Cost:
 
 
 def fit_load(sizes: Array, seconds: Array, in_flight: Array) -> LoadModel:
-    """The same of what the servers do, with so many requests ``in_flight`` (N,) in the mean meanwhile."""
+    """What the servers do, with so many requests ``in_flight`` (N,) in the mean meanwhile; see ``fit_cost``."""
     count = sizes.shape[1]
     fit = _fit(np.concatenate([sizes, sizes * in_flight[:, None]], axis=1), seconds)
     own, shared = fit.coefficients[:count], fit.coefficients[count:]

@@ -18,6 +18,8 @@ from asyncrl.servers.machine import has_module
 __all__ = ["NO_MATPLOTLIB", "Distribution", "Durations", "SimulationOptions", "add_simulation_flags", "read_options"]
 
 
+_PAIR = "one or two numbers of at least 0, as in 0.02:0.0002"
+_SIGMA = "MEAN or MEAN:SIGMA, numbers of at least 0"
 NO_MATPLOTLIB = "a picture needs matplotlib, which `pip install 'asyncrl[plot]'` adds"
 
 
@@ -98,13 +100,10 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="run_directory", type=Path, metavar="DIR", help="replay a finished run, from its events.jsonl"
     )
-    forms = {int: "N", float: "X", tuple[int, ...]: "N,..", tuple[float, ...]: "X,.."}
-    forms |= {Distribution: "MEAN[:SIGMA]", tuple[float, float]: "ALONE[:EACH]"}
-    others = {"run_directory", "durations", "picture"}
-    add_flags(parser, Durations, get_type_hints(Durations), forms=forms)
-    add_flags(parser, SimulationOptions, get_type_hints(SimulationOptions).keys() - others, forms=forms)
+    for kind in (Durations, SimulationOptions):
+        add_flags(parser, kind, _written(kind), forms={hint: form for hint, (form, _) in _FORMS.items()})
     picture = parser.add_mutually_exclusive_group()
-    add_flags(picture, SimulationOptions, ("picture",), forms=forms)
+    add_flags(picture, SimulationOptions, ("picture",))
     picture.add_argument("--no-picture", action="store_true", help="draw none")
 
 
@@ -113,8 +112,9 @@ def read_options(arguments: Mapping[str, Any], name: str) -> SimulationOptions:
 
     ``name``: of the default picture; ``no_picture`` among the arguments leaves it out.
     """
-    picture = None if arguments["no_picture"] else arguments["picture"] or Path(f"{name}-simulation.svg")
-    if arguments["picture"] is not None and not has_module("matplotlib"):
+    chosen = arguments.get("picture")
+    picture = None if arguments["no_picture"] else chosen or Path(f"{name}-simulation.svg")
+    if chosen is not None and not has_module("matplotlib"):
         raise ConfigError.for_value("--picture", str(picture), f"left out: {NO_MATPLOTLIB}")
     return SimulationOptions(
         run_directory=arguments["run_directory"],
@@ -124,11 +124,15 @@ def read_options(arguments: Mapping[str, Any], name: str) -> SimulationOptions:
     )
 
 
+def _written(kind: type) -> dict[str, Any]:
+    """The types of the fields of ``kind`` that are given as texts."""
+    return {name: hint for name, hint in get_type_hints(kind).items() if hint in _FORMS}
+
+
 def _read(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``kind`` that were given and whose type has a form as text."""
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if hint in _READERS}
-    given = {name: arguments[name] for name in hints if arguments[name] is not None}
-    return {name: _READERS[hints[name]](f"--{name.replace('_', '-')}", text) for name, text in given.items()}
+    """The fields of ``kind`` that were given."""
+    given = {name: hint for name, hint in _written(kind).items() if arguments.get(name) is not None}
+    return {name: _FORMS[hint][1](f"--{name.replace('_', '-')}", arguments[name]) for name, hint in given.items()}
 
 
 def _count(key: str, text: str, *, least: int = 1) -> int:
@@ -160,21 +164,6 @@ def _numbers(most: int, allowed: str, key: str, text: str) -> list[float]:
     return numbers
 
 
-def _number(key: str, text: str) -> float:
-    return _numbers(1, "a number of at least 0", key, text)[0]
-
-
-def _pair(key: str, text: str) -> tuple[float, float]:
-    """The second is 0 if it is left out."""
-    first, second, *_ = [*_numbers(2, "one or two numbers of at least 0, as in 0.02:0.0002", key, text), 0.0]
-    return first, second
-
-
-def _distribution(key: str, text: str) -> Distribution:
-    """A constant without sigma."""
-    return Distribution(*_numbers(2, "MEAN or MEAN:SIGMA, numbers of at least 0", key, text))
-
-
 def _picture(path: Path) -> Path:
     """A file that can be written: better known before anything is simulated."""
     if path.suffix not in (".svg", ".png"):
@@ -184,13 +173,13 @@ def _picture(path: Path) -> Path:
     return path
 
 
-_READERS: Mapping[Any, Callable[[str, str], Any]] = {
-    int: partial(_count, least=0),
-    int | None: _count,
-    float | None: _number,
-    tuple[float, float] | None: _pair,
-    tuple[int, ...] | None: partial(_list, int, "integers"),
-    tuple[float, ...] | None: partial(_list, float, "numbers"),
-    Distribution | None: _distribution,
+_FORMS: Mapping[Any, tuple[str, Callable[[str, str], Any]]] = {
+    int: ("N", partial(_count, least=0)),
+    int | None: ("N", _count),
+    float | None: ("X", lambda *text: _numbers(1, "a number of at least 0", *text)[0]),
+    tuple[float, float] | None: ("ALONE[:EACH]", lambda *text: (*_numbers(2, _PAIR, *text), 0.0)[:2]),
+    tuple[int, ...] | None: ("N,..", partial(_list, int, "integers")),
+    tuple[float, ...] | None: ("X,..", partial(_list, float, "numbers")),
+    Distribution | None: ("MEAN[:SIGMA]", lambda *text: Distribution(*_numbers(2, _SIGMA, *text))),
 }
-"""By the type of a field."""
+"""What the text of a flag looks like, by the type of its field, and what reads it."""

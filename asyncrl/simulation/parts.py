@@ -130,7 +130,7 @@ class ScriptedEnv(Env):
         return script.reward
 
     async def on_truncated(self, traj: Trajectory, row: Row, cause: TruncationCause) -> float:
-        """The same."""
+        """The reward, and the time until it."""
         return await self.reward(traj, row)
 
 
@@ -141,13 +141,13 @@ class CountingRenderer:
     stop_token_ids: tuple[int, ...] = ()
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
-        """(T,)"""
+        """(T,) as many tokens as the message says."""
         return blank(messages[0]["tokens"])
 
     async def continuation(
         self, before: Sequence[Message], new: Sequence[Message], turn_ids: IntArray, tools: Sequence[Tool]
     ) -> IntArray:
-        """(T,)"""
+        """(T,) as many tokens as the message says."""
         return blank(new[0]["tokens"])
 
     async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
@@ -155,7 +155,7 @@ class CountingRenderer:
         return list(messages)
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Nothing was said."""
+        """An empty message: tokens have no content here."""
         return ParsedTurn(message={"role": "assistant", "content": ""}, tool_calls=())
 
 
@@ -224,13 +224,13 @@ class SimulatedLearner(ScriptedLearner):
         return ChunkResult(tokens=tokens, sums={"loss": 0.0})
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
-        """One more version."""
+        """Take the time of an optimizer step."""
         await self._optimizer.do(1)
         return {"grad_norm": 1.0, "lr": settings.lr}
 
 
 class SimulatedPublisher(ScriptedPublisher):
-    """The same for staging and publishing. The first version is there at once."""
+    """Takes the time of staging and publishing. The first version is there at once."""
 
     def __init__(
         self, workload: Workload, station: ProcessorSharing, source: random.Random, *, pins_versions: bool, lead: int

@@ -77,7 +77,7 @@ class Transcripts:
             )
 
     def group_finished(self, event: EventFields) -> None:
-        """All members ended."""
+        """All members ended: keep the group's scripts."""
         members = self._ended.pop(event["group"], {})
         self._active.pop(event["group"], None)
         if members:
@@ -134,7 +134,7 @@ class Recording:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """As of ``RunOptions``."""
+        """The bound on staleness, groups of a step and trajectories of a group."""
         return self.max_staleness, self.groups_per_step, self.group_size
 
 
@@ -168,7 +168,7 @@ class _Intervals:
         self._columns = tuple(array("d") for _ in range(2 + columns))
 
     def add(self, started: float, ended: float, *sizes: float) -> None:
-        """Once more."""
+        """It was done from ``started`` to ``ended``."""
         for column, value in zip(self._columns, (started, ended, *sizes), strict=True):
             column.append(value)
 

@@ -20,7 +20,7 @@ _WIDTH = 120
 
 
 def as_json(outcome: Outcome, *, recipe: bool, measured: float | None) -> Mapping[str, object]:
-    """One line. ``measured`` is what the recorded run did; it stands at the recipe's own point only."""
+    """A line of stdout. ``measured`` is what the recorded run did; it stands at the recipe's own point only."""
     shares = outcome.shares
     line: dict[str, object] = {
         **asdict(outcome.point),
@@ -41,7 +41,7 @@ def as_json(outcome: Outcome, *, recipe: bool, measured: float | None) -> Mappin
 
 
 def describe(point: Point) -> str:
-    """In a few words."""
+    """The point's values by their names, without what is usual."""
     usual = {"oversample_factor": "1"}
     return ", ".join(f"{name} {text}" for name, text in point.texts().items() if usual.get(name) != text)
 

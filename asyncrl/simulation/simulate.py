@@ -85,7 +85,7 @@ class Simulation:
         return self._trainer.events
 
     def run(self) -> Outcome:
-        """Simulate, once."""
+        """Simulate. It can be called once."""
         run_virtual(self._run)
         return self._log.outcome(self.point)
 
@@ -104,7 +104,7 @@ class _StepLog:
     # Committed before the step.
 
     def observe(self, event: Event) -> None:
-        """Keep the ends of steps."""
+        """Take note of the end of a step."""
         if isinstance(event, StepFinished):
             self.finished.append(event)
 
