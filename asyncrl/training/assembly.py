@@ -17,7 +17,7 @@ from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, GroupCentered, Rewards
 from asyncrl.learning.base import ChunkResult, TrainingSequence
 from asyncrl.learning.losses import Divisor, Normalize, token_weight
-from asyncrl.scheduling.rules import Truncation
+from asyncrl.scheduling.rules import STALE_RULES, StalePolicy, Truncation
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
 
 __all__ = ["StepAssembly"]
@@ -27,10 +27,10 @@ _Placed: TypeAlias = tuple[int, int, Span]
 
 
 class StepAssembly:
-    """Owns the books of one trainer step: ``add`` its chunks, ``finish`` once, then read ``divisor``.
+    """Adds up one trainer step: ``add`` its chunks, ``finish`` once, then read ``divisor``.
 
-    ``version`` is committed while the step trains. A span older than ``max_staleness`` is masked with ``mask_stale``,
-    else it is a broken promise and raises ``StalenessError``; None has no bound.
+    ``version`` is committed while the step trains. ``stale_policy`` decides about spans older than ``max_staleness``;
+    where the barrier should have kept them away, they raise ``StalenessError``.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class StepAssembly:
         min_members: int,
         temperature: float,
         version: int,
-        max_staleness: int | None,
-        mask_stale: bool,
+        max_staleness: int,
+        stale_policy: StalePolicy,
     ) -> None:
         self._advantage = advantage
         # What a subclass overrides may need the whole batch: it is asked for all of it, as any other function is.
@@ -54,8 +54,8 @@ class StepAssembly:
         self._temperature = temperature
         self._version = version
         self._max_staleness = max_staleness
-        self._mask_stale = mask_stale
-        self._oldest = 0 if max_staleness is None else max(0, version - max_staleness)
+        self._stale_rule = STALE_RULES[stale_policy]
+        self._oldest = 0 if self._stale_rule.unbounded else max(0, version - max_staleness)
         # Of the versions that are trained.
         self._groups: list[Group] = []
         # Those of them whose advantages need the rewards of the whole batch.
@@ -207,13 +207,15 @@ class StepAssembly:
                 stop = start + len(span.tokens)
                 # Nothing but a generated span has a version.
                 young = span.version is not None and self._oldest <= span.version <= self._version
-                if young or (span.kind is SpanKind.GENERATED and self._trainable(span, member)):
+                if young:
                     trained.append((start, stop, span))
+                elif span.kind is SpanKind.GENERATED:
+                    self._require_masked(span, member)
                 start = stop
         return trained
 
-    def _trainable(self, span: Span, member: Trajectory) -> bool:
-        """A generated span is young enough."""
+    def _require_masked(self, span: Span, member: Trajectory) -> None:
+        """A generated span is not trained: raise if that is not because such old ones are masked."""
         if span.version is None:
             raise StalenessError(f"trajectory {member.id} has a generated span without a version")
         if not 0 <= span.version <= self._version:
@@ -221,11 +223,8 @@ class StepAssembly:
                 f"trajectory {member.id} has a segment of version {span.version}, which was not made yet: the run is "
                 f"at version {self._version}"
             )
-        if self._max_staleness is None or self._version - span.version <= self._max_staleness:
-            return True
-        if not self._mask_stale:
+        if not self._stale_rule.masked:
             raise StalenessError(
                 f"trajectory {member.id} has a segment of version {span.version}, which would be trained at version "
                 f"{self._version} with max_staleness {self._max_staleness}"
             )
-        return False

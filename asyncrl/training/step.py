@@ -91,8 +91,8 @@ class TrainerStep:
             min_members=options.completion.min_members,
             temperature=options.engine.settings.temperature,
             version=self._version,
-            max_staleness=None if options.stale_rule.unbounded else options.max_staleness,
-            mask_stale=options.stale_rule.masked,
+            max_staleness=options.max_staleness,
+            stale_policy=options.stale_policy,
         )
         self._batch = BatchMetrics(
             version=self._version,

@@ -71,7 +71,7 @@ def _gradient(
         temperature=1.3,
         version=0,
         max_staleness=0,
-        mask_stale=False,
+        stale_policy="wait",
     )
 
     def train(sequences: Sequence[TrainingSequence]) -> None:

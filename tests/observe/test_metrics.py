@@ -116,8 +116,8 @@ def test_ages_are_those_of_trained_tokens_and_the_rest_is_wasted(
         min_members=1,
         temperature=1.0,
         version=5,
-        max_staleness=2 if masked else None,
-        mask_stale=masked,
+        max_staleness=2,
+        stale_policy="mask_span" if masked else "keep",
     )
     trained: Counter[int] = Counter()
     hidden = failed = 0

@@ -12,7 +12,7 @@ from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, Rewards
 from asyncrl.learning.base import ChunkResult, TrainingSequence
 from asyncrl.learning.losses import Normalize
-from asyncrl.scheduling.rules import Truncation
+from asyncrl.scheduling.rules import StalePolicy, Truncation
 from asyncrl.training.assembly import StepAssembly
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
@@ -101,8 +101,8 @@ def _assembly(
     normalize: Normalize = "token",
     truncation: Truncation | None = None,
     version: int = 0,
-    max_staleness: int | None = 1,
-    mask_stale: bool = False,
+    max_staleness: int = 1,
+    stale_policy: StalePolicy = "wait",
 ) -> StepAssembly:
     return StepAssembly(
         advantage=advantage,
@@ -112,7 +112,7 @@ def _assembly(
         temperature=0.7,
         version=version,
         max_staleness=max_staleness,
-        mask_stale=mask_stale,
+        stale_policy=stale_policy,
     )
 
 
@@ -241,15 +241,15 @@ def test_truncated_members(rule: str, advantages: list[float]) -> None:
     assert assembly.divisor == (2 if rule.startswith("drop") else 4)
 
 
-@pytest.mark.parametrize("mask_stale", [True, False])
-@pytest.mark.parametrize("max_staleness", [None, 0, 3])
+@pytest.mark.parametrize("stale_policy", get_args(StalePolicy))
+@pytest.mark.parametrize("max_staleness", [0, 3])
 @pytest.mark.parametrize("version", [-1, 3, 50, 10**9])
 def test_a_version_that_was_not_made_yet_is_never_trained(
-    version: int, max_staleness: int | None, mask_stale: bool
+    version: int, max_staleness: int, stale_policy: StalePolicy
 ) -> None:
     """Whatever the rule about old ones is: at version 2 there is no version 3, and none below 0."""
     group = _group(0, _member(1.0, version=2), _member(0.0, version=version))
-    assembly = _assembly(GroupCentered(), version=2, max_staleness=max_staleness, mask_stale=mask_stale)
+    assembly = _assembly(GroupCentered(), version=2, max_staleness=max_staleness, stale_policy=stale_policy)
     with pytest.raises(StalenessError, match=f"version {version}, which was not made yet: the run is at version 2"):
         assembly.add([group])
 
@@ -259,7 +259,7 @@ def test_a_stale_span_is_masked_or_refused() -> None:
     mixed = _member(1.0, version=0)
     mixed.append(_span(SpanKind.GENERATED, 50, version=1))
     group = _group(0, mixed, _member(0.0, version=1))
-    assembly = _assembly(GroupCentered(), version=2, mask_stale=True)
+    assembly = _assembly(GroupCentered(), version=2, stale_policy="mask_span")
     first, _ = assembly.add([group])
     assert first.mask.tolist() == [False, False, False, True]
     assert assembly.divisor == 3
@@ -271,8 +271,8 @@ def test_a_span_at_the_bound_is_trained() -> None:
     """Version 0 at version 1 with a bound of 1, masking or not; without a bound any age is."""
     for assembly in (
         _assembly(GroupCentered(), version=1),
-        _assembly(GroupCentered(), version=1, mask_stale=True),
-        _assembly(GroupCentered(), version=100, max_staleness=None),
+        _assembly(GroupCentered(), version=1, stale_policy="mask_span"),
+        _assembly(GroupCentered(), version=100, stale_policy="keep"),
     ):
         assert len(assembly.add([_group(0, _member(1.0), _member(0.0))])) == 2
         assert assembly.divisor == 4
@@ -280,7 +280,7 @@ def test_a_span_at_the_bound_is_trained() -> None:
 
 def test_a_batch_that_is_all_stale_has_no_gradient() -> None:
     """Everything masked: no sequence, nothing divided by zero, no active group (FAILURES.md 46)."""
-    assembly = _assembly(GroupCentered(), version=2, mask_stale=True)
+    assembly = _assembly(GroupCentered(), version=2, stale_policy="mask_span")
     assert assembly.add([_group(0, _member(1.0), _member(0.0))]) == []
     assert list(chain.from_iterable(assembly.finish())) == []
     assert not assembly.has_gradient
@@ -347,7 +347,9 @@ def test_untrained_tokens_are_wasted_but_not_twice() -> None:
     dropped = _member(1.0, generated=7)
     dropped.truncated = TruncationCause.TURNS
     old = _member(0.0, generated=3, version=2)
-    assembly = _assembly(Batchwise(), truncation=Truncation(train="drop"), version=4, max_staleness=1, mask_stale=True)
+    assembly = _assembly(
+        Batchwise(), truncation=Truncation(train="drop"), version=4, max_staleness=1, stale_policy="mask_span"
+    )
     assembly.add([_group(0, failed, dropped, old, _member(1.0, version=4))])
     sequences = list(chain.from_iterable(assembly.finish()))
     assert len(sequences) == 1
