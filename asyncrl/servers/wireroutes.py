@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from asyncrl.servers.adapters import Adapters
 from asyncrl.servers.wireserver import WireError, adapters_reply, bad_request, field, update_error
 
 __all__ = ["UpdateSession", "WireRoutes", "update_options"]
@@ -89,13 +90,14 @@ class _Served(Protocol):
     @property
     def context_length(self) -> int | None: ...
     @property
+    def adapters(self) -> Adapters[Any]: ...
+    @property
     def load(self) -> tuple[int, int]: ...
     @property
     def tokens_per_second(self) -> float: ...
     def model_details(self) -> Mapping[str, Any]: ...
     def server_details(self) -> Mapping[str, Any]: ...
     def load_details(self) -> Mapping[str, Any]: ...
-    def loaded_adapters(self) -> dict[str, str]: ...
     def resume(self) -> None: ...
     async def abort(self, rid: str) -> None: ...
     async def abort_all(self) -> None: ...
@@ -104,9 +106,7 @@ class _Served(Protocol):
     async def update_weights(self, weights: Path, label: str | None, *, flush: bool, abort_all: bool) -> None: ...
     async def relabel(self, label: str) -> None: ...
     async def checksums(self) -> dict[str, str]: ...
-    async def load_adapter(self, name: str, path: str) -> None: ...
     async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None: ...
-    async def unload_adapter(self, name: str) -> None: ...
 
 
 class WireRoutes:
@@ -174,7 +174,7 @@ class WireRoutes:
         models = [{"id": base, "object": "model", "root": base, "parent": None, "max_model_len": length}]
         models += [
             {"id": name, "object": "model", "root": path, "parent": base, "max_model_len": None}
-            for name, path in self._served.loaded_adapters().items()
+            for name, path in self._served.adapters.paths().items()
         ]
         return {"object": "list", "data": models}
 
@@ -245,18 +245,18 @@ class WireRoutes:
         return {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": whole}
 
     async def _load_adapter(self, body: Body) -> dict[str, Any]:
-        await self._served.load_adapter(field(body, "lora_name", str, ...), field(body, "lora_path", str, ...))
-        return adapters_reply(self._served.loaded_adapters())
+        await self._served.adapters.load(field(body, "lora_name", str, ...), field(body, "lora_path", str, ...))
+        return adapters_reply(self._served.adapters.paths())
 
     async def _load_adapter_from_tensors(self, body: Body) -> dict[str, Any]:
         name = field(body, "lora_name", str, ...)
         field(body, "config_dict", dict, ...)
         await self._served.load_adapter_from_tensors(name, field(body, "serialized_named_tensors", list, ...))
-        return adapters_reply(self._served.loaded_adapters())
+        return adapters_reply(self._served.adapters.paths())
 
     async def _unload_adapter(self, body: Body) -> dict[str, Any]:
-        await self._served.unload_adapter(field(body, "lora_name", str, ...))
-        return adapters_reply(self._served.loaded_adapters())
+        await self._served.adapters.unload(field(body, "lora_name", str, ...))
+        return adapters_reply(self._served.adapters.paths())
 
 
 def update_options(body: Body) -> dict[str, Any]:

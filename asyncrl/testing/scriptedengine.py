@@ -11,7 +11,7 @@ import hashlib
 import math
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 
 from asyncrl.concurrency.notifier import Notifier
+from asyncrl.servers.adapters import Adapters
 from asyncrl.servers.wireserver import (
     ABORTED,
     ABORTED_WAITING,
@@ -30,11 +31,13 @@ from asyncrl.servers.wireserver import (
     longest_prompt,
     update_error,
 )
-from asyncrl.testing.scriptedadapters import ScriptedAdapters, decoded
 from asyncrl.testing.scriptedrun import PrefixMemory, Run
-from asyncrl.testing.theta import VOCABULARY, find_theta_in
+from asyncrl.testing.theta import VOCABULARY, decoded, find_theta, find_theta_in
 
 __all__ = ["ScriptedEngine", "ScriptedLimits"]
+
+_IN_BODY = "__tensor__"
+# What SGLang says is the path of an adapter that came in a request.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class ScriptedEngine:
         self.paused: str | None = None
         self.more_limits: dict[str, int] = {}
         """More sizes that ``/server_info`` tells."""
-        self.adapters = ScriptedAdapters()
+        self.adapters = Adapters(_read)
         self._eos = eos
         self._ignores_adapters = ignores_adapters
         self._changed = changed
@@ -123,7 +126,7 @@ class ScriptedEngine:
 
     def forget(self) -> None:
         """Be a new process, for everything but the requests that are being answered."""
-        self.adapters.forget()
+        self.adapters.clear(known=True)
         self._prefixes.clear()
         self.theta = 0.0
         self.set_label("default")
@@ -264,21 +267,18 @@ class ScriptedEngine:
 
     # -- adapters, and what the server says of itself -----------------------------------------------------------------
 
-    def loaded_adapters(self) -> dict[str, str]:
-        """Name -> path."""
-        return {name: str(path) for name, path in self.adapters.paths.items()}
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a folder under a name that is not taken."""
-        await self.adapters.load(name, Path(path))
+    def hold_adapters(self, paths: Mapping[str, Path]) -> None:
+        """Have these adapters loaded, and no others."""
+        self.adapters.clear()
+        for name, path in paths.items():
+            self.adapters.put(name, str(path), find_theta_in(path) or 0.0)
 
     async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None:
         """Load theta from the name of a tensor in ``payloads``, which are in base64."""
-        await self.adapters.load(name, Path(), decoded(payloads))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; returns when the last request that uses it has ended."""
-        await self.adapters.unload(name)
+        theta = find_theta(decoded(payloads))
+        if theta is None:
+            raise self.adapters.refusal(name, "from tensors")
+        await self.adapters.load(name, _IN_BODY, theta)
 
     def model_details(self) -> dict[str, Any]:
         """There is no tokenizer."""
@@ -346,8 +346,7 @@ class ScriptedEngine:
         elif run in self._waiting:
             self._waiting.remove(run)
         if run.adapter is not None:
-            run.adapter.users -= 1
-            self.adapters.changed.notify()
+            self.adapters.end_use(run.adapter)
         self._inside -= 1
         self._admit()
         self._drained.notify()
@@ -372,8 +371,15 @@ class ScriptedEngine:
         run.advance(self._theta_for(run), self._run_label, eos=self._eos, uniform=self._random.random)
 
     def _theta_for(self, run: Run) -> float:
-        return self._theta if run.adapter is None or self._ignores_adapters else run.adapter.theta
+        return self._theta if run.adapter is None or self._ignores_adapters else run.adapter.weights
 
     def _open_gate(self) -> None:
         self._gate.notify()
         self._changed.notify()
+
+
+async def _read(name: str, path: Path) -> float:
+    theta = find_theta_in(path)
+    if theta is None:
+        raise ValueError("it holds no theta")
+    return theta

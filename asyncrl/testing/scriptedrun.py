@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 
 from asyncrl.concurrency.notifier import Notifier
+from asyncrl.servers.adapters import LoadedAdapter
 from asyncrl.servers.wireserver import GenerateRequest
-from asyncrl.testing.scriptedadapters import LoadedTheta
 from asyncrl.testing.theta import draw_token, theta_logprobs
 
 __all__ = ["PrefixMemory", "Run"]
@@ -33,7 +33,7 @@ class Run:
         self.running = False
         self.abort_sent = False
         self.abort_pending = False
-        self.adapter: LoadedTheta | None = None
+        self.adapter: LoadedAdapter[float] | None = None
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[tuple[str, int]] = []

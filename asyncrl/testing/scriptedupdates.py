@@ -7,9 +7,8 @@ from typing import Any
 
 from asyncrl.servers.wireroutes import UpdateSession, update_options
 from asyncrl.servers.wireserver import field
-from asyncrl.testing.scriptedadapters import decoded
 from asyncrl.testing.scriptedengine import ScriptedEngine
-from asyncrl.testing.theta import find_theta
+from asyncrl.testing.theta import decoded, find_theta
 
 __all__ = ["ScriptedUpdates"]
 

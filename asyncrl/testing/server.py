@@ -122,11 +122,11 @@ class ScriptedServer:
     @property
     def adapters(self) -> Mapping[str, Path]:
         """The loaded adapters."""
-        return self._engine.adapters.paths
+        return {name: Path(path) for name, path in self._engine.adapters.paths().items()}
 
     @adapters.setter
     def adapters(self, paths: Mapping[str, Path]) -> None:
-        self._engine.adapters.hold(paths)
+        self._engine.hold_adapters(paths)
 
     @property
     def reloaded(self) -> Sequence[str]:

@@ -6,6 +6,7 @@ log-probabilities are a function of the token, theta and the temperature, so tha
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +21,7 @@ from asyncrl.types import FloatArray, IntArray
 __all__ = [
     "VOCABULARY",
     "ThetaLearner",
+    "decoded",
     "draw_token",
     "find_theta",
     "find_theta_in",
@@ -59,6 +61,11 @@ def find_theta(content: Iterable[bytes]) -> float | None:
     """
     found = (_NAMED.search(part) for part in content)
     return next((float(match[1]) for match in found if match), None)
+
+
+def decoded(payloads: Iterable[object]) -> list[bytes]:
+    """Tensors as they come in a JSON body, out of base64."""
+    return [base64.b64decode(str(payload)) for payload in payloads]
 
 
 @lru_cache(maxsize=1024)

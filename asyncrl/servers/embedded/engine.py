@@ -327,7 +327,7 @@ def _adapter_rows(requests: Sequence[Request], device: torch.device) -> list[tup
     rows: dict[int, tuple[Adapter, list[int]]] = {}
     for row, request in enumerate(requests):
         if request.adapter is not None:
-            rows.setdefault(request.adapter.uid, (request.adapter.adapter, []))[1].append(row)
+            rows.setdefault(request.adapter.uid, (request.adapter.weights, []))[1].append(row)
     return [
         (adapter, None if len(used) == len(requests) else torch.tensor(used, device=device))
         for adapter, used in rows.values()

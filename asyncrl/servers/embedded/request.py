@@ -6,21 +6,12 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.servers.adapters import LoadedAdapter
 from asyncrl.servers.embedded.cache import Node
 from asyncrl.servers.embedded.model import Adapter
 from asyncrl.servers.wireserver import GenerateRequest
 
-__all__ = ["LoadedAdapter", "Request"]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LoadedAdapter:
-    """An adapter in memory. ``uid`` tells apart two loads under one name, so that they never share KV."""
-
-    adapter: Adapter
-    path: str
-    uid: int
-    users: int = 0
+__all__ = ["Request"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,7 +19,7 @@ class Request:
     """Changed by the engine's step only; ``finish_reason`` is set last."""
 
     wire: GenerateRequest
-    adapter: LoadedAdapter | None
+    adapter: LoadedAdapter[Adapter] | None
     max_new_tokens: int
     """After clipping to the context."""
     stop_ids: frozenset[int]

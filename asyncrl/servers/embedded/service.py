@@ -12,7 +12,6 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,14 +21,15 @@ import torch
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.concurrency.worker import Worker
 from asyncrl.sampling.wire import PauseMode
+from asyncrl.servers.adapters import Adapters
 from asyncrl.servers.embedded.engine import Engine
-from asyncrl.servers.embedded.request import LoadedAdapter, Request
+from asyncrl.servers.embedded.model import Adapter
+from asyncrl.servers.embedded.request import Request
 from asyncrl.servers.embedded.throughput import Throughput
 from asyncrl.servers.wireserver import (
     ABORTED_WAITING,
     GenerateRequest,
     WireError,
-    adapter_error,
     allowed_new_tokens,
     bad_value,
     generate_reply,
@@ -65,14 +65,11 @@ class Service:
         """Of the last update that succeeded; the engine has another one after an update that could not flush."""
         self.context_length = context_length
         self.paused = False
-        self._adapters: dict[str, LoadedAdapter] = {}
+        self.adapters = Adapters(self._read_adapter)
         self._tokenizer = tokenizer
         self._tokenizer_path = str(model_path)
         self._worker = worker
         self._eos = eos
-        self._known_paths: dict[str, str] = {}
-        # Every adapter ever loaded: a request that names an unloaded one loads it again, as in SGLang.
-        self._uids = count(1)
         self._arrived: deque[Request] = deque()
         self._live: dict[str, tuple[Request, anyio.Event]] = {}
         self._computing = 0
@@ -80,8 +77,6 @@ class Service:
         self._wanted = 0
         # Callers that wait for the time between two steps.
         self._between_steps = anyio.Lock()
-        self._adapters_change = anyio.Lock()
-        # One at a time, as in SGLang: also while an unload waits for the requests that use the adapter.
         self._one_update = anyio.Lock()
         self._changed = Notifier()
         self._throughput = Throughput()
@@ -113,7 +108,7 @@ class Service:
     async def generate(self, wire: GenerateRequest) -> dict[str, Any]:
         """Serve one request. Cancelling it aborts it."""
         allowed = self._check(wire)
-        adapter = None if wire.lora_path is None else await self._adapter(wire.lora_path)
+        adapter = None if wire.lora_path is None else await self.adapters.named(wire.lora_path)
         if wire.rid in self._live:
             raise bad_value(f"Duplicate request ID detected: {wire.rid}")
         request = Request(
@@ -138,8 +133,7 @@ class Service:
         finally:
             del self._live[wire.rid]
             if adapter is not None:
-                adapter.users -= 1
-                self._changed.notify()
+                self.adapters.end_use(adapter)
         if request.failure:
             raise WireError(500, {"error": {"message": f"the request could not be computed: {request.failure}"}})
         return self._reply(request)
@@ -217,31 +211,9 @@ class Service:
         """A digest of each weight."""
         return await self._control(self.engine.model.checksums)
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a PEFT folder under a name that is not taken. Waits while another adapter is unloaded."""
-        async with self._adapters_change:
-            if name in self._adapters:
-                raise self._lora_error(f"Failed to load LoRA adapter {name} because it is already loaded")
-            await self._load(name, path)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter at once for new requests; returns when the last request that uses it has ended."""
-        async with self._adapters_change:
-            adapter = self._adapters.pop(name, None)
-            if adapter is None:
-                loaded = list(self._adapters)
-                raise adapter_error(f"LoRA with name {name} does not exist. Loaded LoRAs: {loaded}", None)
-            await self._changed.wait_until(lambda: adapter.users == 0)
-
-    def loaded_adapters(self) -> dict[str, str]:
-        """Name to path."""
-        return {name: adapter.path for name, adapter in self._adapters.items()}
-
     async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None:
         """Refused with ``WireError``."""
-        raise self._lora_error(
-            f"Failed to load LoRA adapter {name}: this server never unpickles what it is sent; load it from disk"
-        )
+        raise self.adapters.refusal(name, "because this server never unpickles what it is sent; load it from disk")
 
     def model_details(self) -> dict[str, Any]:
         """What ``/model_info`` says of the kind of model."""
@@ -263,28 +235,8 @@ class Service:
         sizes = {"max_total_num_tokens": slots, "max_running_requests": self.engine.max_running_requests}
         return {"num_used_tokens": used, "token_usage": used / slots} | sizes
 
-    async def _adapter(self, name: str) -> LoadedAdapter:
-        """The adapter that a request names."""
-        if name not in self._known_paths:
-            loaded = list(self._adapters)
-            raise bad_value(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {loaded}.")
-        if name in self._adapters:
-            return self._adapters[name]
-        async with self._adapters_change:
-            if name not in self._adapters:
-                await self._load(name, self._known_paths[name])
-            return self._adapters[name]
-
-    async def _load(self, name: str, path: str) -> None:
-        try:
-            adapter = await self._worker.run(self.engine.model.load_adapter, name, Path(path))
-        except (OSError, ValueError, KeyError) as error:
-            raise self._lora_error(f"Failed to load LoRA adapter {name}: {error}") from error
-        self._adapters[name] = LoadedAdapter(adapter=adapter, path=path, uid=next(self._uids))
-        self._known_paths[name] = path
-
-    def _lora_error(self, message: str) -> WireError:
-        return adapter_error(message, self.loaded_adapters())
+    async def _read_adapter(self, name: str, path: Path) -> Adapter:
+        return await self._worker.run(self.engine.model.load_adapter, name, path)
 
     def _check(self, wire: GenerateRequest) -> int:
         """How many tokens the request gets."""

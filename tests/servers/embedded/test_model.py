@@ -16,8 +16,10 @@ from tests.tinymodels import CLOSE
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.servers.adapters import LoadedAdapter
     from asyncrl.servers.embedded.engine import Engine
-    from asyncrl.servers.embedded.request import LoadedAdapter, Request
+    from asyncrl.servers.embedded.model import Adapter
+    from asyncrl.servers.embedded.request import Request
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -35,12 +37,12 @@ def finish(engine: Engine, requests: Sequence[Request]) -> None:
         engine.step()
 
 
-def loaded(engine: Engine, path: Path, uid: int) -> LoadedAdapter:
+def loaded(engine: Engine, path: Path, uid: int) -> LoadedAdapter[Adapter]:
     """An adapter in the engine's model."""
-    from asyncrl.servers.embedded.request import LoadedAdapter
+    from asyncrl.servers.adapters import LoadedAdapter
 
     adapter = engine.model.load_adapter(f"adapter-{uid}", path)
-    return LoadedAdapter(adapter=adapter, path=str(path), uid=uid)
+    return LoadedAdapter(weights=adapter, path=str(path), uid=uid)
 
 
 def largest_difference(request: Request, logits: torch.Tensor) -> float:
