@@ -193,6 +193,52 @@ class RunState:
         self.totals.failed_attempts = max(self.totals.failed_attempts, entry.failed_attempts)
         self.totals.rerolled = max(self.totals.rerolled, entry.rerolled)
 
+    def require_versions(self) -> None:
+        """Raise ``CheckpointError`` if something was sampled by a version that the run has not made."""
+        for group in self.groups.values():
+            for traj in group.members:
+                found = {span.version for span in traj.spans} | {traj.version, traj.anchor}
+                bad = [version for version in found if version is not None and not 0 <= version <= self.version]
+                if bad:
+                    raise CheckpointError(
+                        f"the saved state has tokens of version {bad[0]} in group {group.index}, but the run is at "
+                        f"version {self.version}: its files are not of one run"
+                    )
+
+    def renew_unsampled(self) -> None:
+        """Groups that were born but have nothing left are not born any more.
+
+        Their next first segment is a birth like any other. They keep the number of their attempts.
+        """
+        for group in self.groups.values():
+            if group.due is not None and not group.is_begun:
+                group.renewed, group.due = group.next_start, None
+
+    def begin_late_anew(self, *, groups_per_step: int) -> list[dict[str, object]]:
+        """Let those groups begin anew that cannot all be trained in time; earlier due ones are kept.
+
+        The rule of ``staleness.feasible``: up to each due step d at most (d - version + 1) * ``groups_per_step``
+        groups. That holds by itself, as the journal has whatever freed the barrier since the snapshot; should it not,
+        the run goes on all the same. Returns what there is to say of each group.
+        """
+        kept = 0
+        late: list[dict[str, object]] = []
+        born = [(group.due, group) for group in self.groups.values() if group.due is not None]
+        for due, group in sorted(born, key=lambda pair: (pair[0], not pair[1].is_finished)):
+            if kept < (due - self.version + 1) * groups_per_step:
+                kept += 1
+                continue
+            tokens = sum(traj.generated_tokens for traj in group.members)
+            late.append({"group": group.index, "due": due, "version": self.version, "generated_tokens": tokens})
+            group.begin_anew(group.next_start)
+        return late
+
+    @property
+    def unfinished(self) -> list[tuple[GroupProgress, Trajectory]]:
+        """Trajectories that are under way, each with the progress of its group."""
+        going = [group.progress for group in self.groups.values() if group.progress is not None]
+        return [(progress, traj) for progress in going for traj in progress.active.values()]
+
     def _renew(self, start: Renewed) -> None:
         """The group of ``start`` may be gone, or be in that start already, if the state was saved after it."""
         group = self.groups.get(start.group)

@@ -36,7 +36,7 @@ from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import last_logged_step
 from asyncrl.publishing.policy import OpenPolicy
 from asyncrl.training.options import TrainingOptions
-from asyncrl.training.resume import begin_late_anew, find_versions, renew_unsampled, require_versions
+from asyncrl.training.resume import find_versions
 from asyncrl.types import Row
 
 __all__ = ["NothingSaved", "RunSaver", "Saver"]
@@ -120,15 +120,15 @@ class RunSaver:
             self._notice(name, {"reason": str(error)})
         if steps_before is None:
             return version
-        require_versions(self.state)
-        renew_unsampled(self.state)
+        self.state.require_versions()
+        self.state.renew_unsampled()
         if training.stale_rule.bounded:
-            for late in begin_late_anew(self.state, groups_per_step=training.groups_per_step):
+            for late in self.state.begin_late_anew(groups_per_step=training.groups_per_step):
                 self._counts["recovery/groups_begun_anew"] += 1
                 self._notice("group_begun_anew", late)
         pins = training.engine.sampling_policy == "trajectory"
         await find_versions(self.state, policy.publisher, pins=pins, events=self._events)
-        renew_unsampled(self.state)  # of versions that nobody can load again
+        self.state.renew_unsampled()  # of versions that nobody can load again
         resumed: dict[str, object] = {
             "directory": str(self._files.path),
             "step": self.state.n,

@@ -14,7 +14,6 @@ from asyncrl.errors import CheckpointError, ProtocolError
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import ScriptedSampler
-from asyncrl.training.resume import require_versions
 from asyncrl.types import Group, Segment, Span, SpanKind, Trajectory, VersionSpan
 from tests.faults.case import Case
 
@@ -83,7 +82,7 @@ def test_a_saved_state_has_no_tokens_of_versions_that_its_run_has_not_made(
     every = [version for versions in finished for version in versions]
     every += [version for versions, held in active for version in [*versions, held] if version is not None]
     if all(0 <= version <= at for version in every):
-        require_versions(state)
+        state.require_versions()
     else:
         with pytest.raises(CheckpointError, match=f"but the run is at version {at}: its files are not of one run"):
-            require_versions(state)
+            state.require_versions()

@@ -23,7 +23,6 @@ from asyncrl.events import Event, GroupRerolled, Notice, StepFinished
 from asyncrl.rollout.env import env_factory
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.staleness import feasible
-from asyncrl.training.resume import begin_late_anew
 from asyncrl.types import Message, Row, Trajectory
 from tests.resume.runs import Chat, Life, Plan, assert_ages, entries, image
 
@@ -162,7 +161,7 @@ def test_what_cannot_be_trained_in_time_begins_anew(
         return RunState(version=version, admitted=len(dues), groups=groups)
 
     after = state()
-    late = len(begin_late_anew(after, groups_per_step=groups_per_step))
+    late = len(after.begin_late_anew(groups_per_step=groups_per_step))
     kept = Counter(group.due for group in after.groups.values() if group.due is not None)
     assert feasible(kept, version=version, groups_per_step=groups_per_step)
     assert late == len(dues) - kept.total()
