@@ -75,13 +75,6 @@ def _report(error: BaseException, *, debug: bool, begun: bool = True) -> int:
     return 2 if refused else 1
 
 
-def _note_beginning(arguments: argparse.Namespace, events: Events) -> None:
-    """Servers and learner are up when the first version is live. Nothing was sampled before."""
-    from asyncrl.events import VersionPublished
-
-    events.subscribe(arguments.published.append, kinds=(VersionPublished,))
-
-
 def _train(arguments: argparse.Namespace) -> None:
     from asyncrl.checkpoint.directory import write_configuration
     from asyncrl.events import Notice
@@ -105,8 +98,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     events = composed.trainer.events
     events.subscribe(summary.observe)
-    _note_beginning(arguments, events)
-    with _reporting(recipe, events, steps=composed.steps, debug=arguments.debug):
+    with _reporting(arguments, recipe, events, steps=composed.steps):
         for event in earlier:
             if isinstance(event, Notice):
                 events.emit(event)
@@ -139,8 +131,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             metrics = await evaluator.evaluate(session)
             result.update(heldout=metrics["reward_mean"], **metrics)
 
-    _note_beginning(arguments, composed.trainer.events)
-    with _reporting(recipe, composed.trainer.events, steps=0, debug=arguments.debug):
+    with _reporting(arguments, recipe, composed.trainer.events, steps=0):
         stopped = anyio.run(_until_signal, work, backend="asyncio")
     _print_result(result, started, stopped)
 
@@ -252,17 +243,20 @@ def _show_cursor() -> None:
 
 
 @contextlib.contextmanager
-def _reporting(recipe: Recipe, events: Events, *, steps: int, debug: bool) -> Iterator[None]:
-    """Log lines, and on a terminal a live line, on stderr while the block runs."""
+def _reporting(arguments: argparse.Namespace, recipe: Recipe, events: Events, *, steps: int) -> Iterator[None]:
+    """Log lines, and on a terminal a live line, on stderr while the block runs; and whether the run has begun."""
+    from asyncrl.events import VersionPublished
     from asyncrl.observe.logs import LogLines, open_log
     from asyncrl.observe.progress import show_progress
 
     style = recipe.run.log
+    # Servers and learner are up when the first version is live. Nothing was sampled before.
+    events.subscribe(arguments.published.append, kinds=(VersionPublished,))
     with contextlib.ExitStack() as stack:
         stream = sys.stderr
         if style == "console":
             stream = stack.enter_context(show_progress(events, steps=steps, stream=stream))
-        log = open_log(stream, style=style, debug=debug, secrets=recipe.sampler.secrets())
+        log = open_log(stream, style=style, debug=arguments.debug, secrets=recipe.sampler.secrets())
         stack.callback(events.subscribe(LogLines(log).observe))
         yield
 
