@@ -165,6 +165,14 @@ log = "json"
         (["sampler.urls=['http://a']"], "sampler.urls is ['http://a']"),
         (["sampler.backend=sglang", "sampler.urls=['http://a']", "sampler.urls_file=u"], "sampler.urls_file is 'u'"),
         (["sampler.backend=sglang", "sampler.urls=[]", "sampler.router=http://r"], "sampler.router is 'http://r'"),
+        (
+            ["sampler.retries=7"],
+            "sampler.retries is 7, but must be 3 or left out, for it is about servers of sampler.urls",
+        ),
+        (
+            ["sampler.memory_fraction=0.5"],
+            "sampler.memory_fraction is 0.5, but must be left out, for it is about servers",
+        ),
         (["model.dtype=int8"], "model.dtype is 'int8', but must be 'float32' or 'bfloat16'"),
         (["run.log=xml"], "run.log is 'xml'"),
     ],
@@ -232,3 +240,13 @@ def test_every_key_of_the_servers_is_secret(tmp_path: Path, monkeypatch: pytest.
     ).sampler
     assert (sampler.api_key(), sampler.admin_key()) == ("hush", "quiet")
     assert sampler.secrets() == ["hush", "quiet"]
+
+
+def test_servers_get_the_options_of_their_kind(tmp_path: Path) -> None:
+    """Those of the client for servers that are named, those of a server for servers that the run starts."""
+    named = ("sampler.backend=sglang", "sampler.urls=['http://a']", "sampler.retries=7", "sampler.allow_version=true")
+    client = _load(tmp_path, RECIPE, *named).client
+    assert (client["retries"], client["allow_version"]) == (7, True)
+    started = ("sampler.backend=sglang", "sampler.memory_fraction=0.5", "sampler.python=bin/python")
+    launched = _load(tmp_path, RECIPE, *started).launched
+    assert (launched["memory_fraction"], launched["python"]) == (0.5, Path("bin/python"))
