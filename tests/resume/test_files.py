@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import Counter
 from contextlib import closing
 from dataclasses import fields
@@ -19,8 +21,9 @@ from asyncrl.checkpoint.journal import Journal
 from asyncrl.checkpoint.snapshots import Snapshots
 from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, RunState
 from asyncrl.checkpoint.trajectories import frozen, read_trajectory
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.events import EvaluationFinished, Events, Notice, StepFinished
+from asyncrl.files import locked
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.observe.sinks import last_logged_step, read_results, write_events
 from asyncrl.rollout.progress import GroupProgress
@@ -419,3 +422,26 @@ def test_the_run_file_has_the_configuration_and_the_versions(tmp_path: Path) -> 
     assert content["configuration"] == {"trainer": {"steps": 3}}
     assert content["libraries"].keys() >= {"asyncrl", "torch", "transformers"}
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.slow
+def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path) -> None:
+    """However the process ends: nobody has to remove a file by hand after a kill."""
+    script = """
+import sys
+from pathlib import Path
+from asyncrl.files import locked
+with locked(Path(sys.argv[1]), "option"):
+    print(flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ConfigError, match=f"^option is .* \\(process {process.pid}\\)"), locked(tmp_path, "option"):
+            pass
+        process.kill()
+        process.wait()
+        with locked(tmp_path, "option"):
+            pass
