@@ -22,10 +22,11 @@ from asyncrl.recipe.compose import ComposedPrompts, compose_prompts
 from asyncrl.recipe.config import Recipe
 from asyncrl.rollout.border import checked_messages
 from asyncrl.rollout.calls import call_user
+from asyncrl.rollout.chattemplate import result_of
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.renderer import ChatRenderer, TextRenderer, load_renderer
 from asyncrl.rollout.roundtrip import example_call
-from asyncrl.rollout.tokenkinds import TokenKind, TokenRun, continuation_runs, prompt_runs, turn_runs
+from asyncrl.rollout.tokenkinds import TokenKind, TokenRun, environment_runs, turn_runs
 from asyncrl.types import IntArray, Message
 
 __all__ = ["render_row"]
@@ -66,12 +67,12 @@ async def _show(
     messages = checked_messages(await call_user(env.reset, prompts.rows[row]), env.reset, least=1)
     ids = await renderer.prompt(messages, env.tools)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    _print(console, f"row {row}: {len(ids)} tokens", prompt_runs(renderer, messages, env.tools, ids))
+    _print(console, f"row {row}: {len(ids)} tokens", environment_runs(renderer, messages, env.tools, ids))
     turn_ids, new = _turn(renderer, env)
     parsed = await renderer.parse(turn_ids, env.tools)
     _print(console, "a turn of the model, as an example", turn_runs(renderer, turn_ids))
     framing = await renderer.continuation([*messages, parsed.message], new, turn_ids, env.tools)
-    runs = continuation_runs(renderer, parsed.message, new, env.tools, framing)
+    runs = environment_runs(renderer, new, env.tools, framing, turn=parsed.message)
     _print(console, f"what follows it: {len(framing)} tokens", runs)
     ends = [json.dumps(renderer.tokenizer.decode([id]), ensure_ascii=False) for id in renderer.stop_token_ids]
     say(f"a turn ends with {' or '.join([*ends, *map(json.dumps, renderer.stop)]) or 'nothing'}")
@@ -83,8 +84,7 @@ def _turn(renderer: ChatRenderer | TextRenderer, env: Env) -> tuple[IntArray, li
     if env.tools:
         call = example_call(env.tools[0])
         text = _written(renderer, env, call)
-        id = call["tool_calls"][0]["id"]
-        new = [{"role": "tool", "name": env.tools[0].name, "tool_call_id": id, "content": "(result)"}]
+        new = [result_of(call, "(result)")]
     # As a model would write it, so control tokens are what they are.
     ids = renderer.tokenizer.encode(text, add_special_tokens=False)
     return np.asarray([*ids, *renderer.stop_token_ids[:1]], dtype=np.int32), new

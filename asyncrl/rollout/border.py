@@ -21,7 +21,7 @@ from typing import Any, Never
 import orjson
 
 import asyncrl
-from asyncrl.errors import ConfigError, InvalidValue
+from asyncrl.errors import ConfigError, InvalidValue, require_count
 from asyncrl.plain import are_plain, jsonable, metric, number, numbers, shown, text, uncopied
 from asyncrl.types import Message, Row, Trajectory
 
@@ -40,17 +40,7 @@ __all__ = [
     "shared_parts",
 ]
 
-ROLES = (
-    "system",
-    "developer",
-    "user",
-    "assistant",
-    "tool",
-    "function",
-    "environment",
-    "observation",
-    "ipython",
-)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment", "observation", "ipython")
 """Who may say something. Which of them a model knows is its chat template's business."""
 LARGEST_REWARD = 1e12
 # Its square, summed over a step's tokens, still fits into float32.
@@ -68,11 +58,8 @@ class TurnResult:
     max_turn_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        most = self.max_turn_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ConfigError.for_value(
-                "TurnResult.max_turn_tokens", self.max_turn_tokens, "a positive integer or None"
-            )
+        if self.max_turn_tokens is not None:
+            require_count("TurnResult.max_turn_tokens", self.max_turn_tokens, least=1)
 
 
 def place(function: Any) -> str:

@@ -11,16 +11,37 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypeAlias
 
 import orjson
 
-__all__ = ["Found", "Parameters", "UnreadableCall", "checked_call", "pairs_of", "python_call", "read_json"]
+from asyncrl.types import Message
+
+__all__ = [
+    "Found",
+    "Parameters",
+    "UnreadableCall",
+    "call_message",
+    "checked_call",
+    "pairs_of",
+    "python_call",
+    "read_json",
+]
 
 Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Tool -> JSON schema of its arguments."""
 _LONG_INTEGER = re.compile(rb"\d{19}")
 _NAMES: Mapping[str, object] = {"true": True, "false": False, "null": None, "none": None}
+_TYPES: Mapping[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    str: frozenset({"string"}),
+    dict: frozenset({"object"}),
+    list: frozenset({"array"}),
+    NoneType: frozenset({"null"}),
+}
 
 
 class UnreadableCall(ValueError):
@@ -40,6 +61,11 @@ class Found:
     id: str = ""
     """If the notation writes one."""
     error: str = ""
+
+
+def call_message(name: str, arguments: Any, id: object = "call00000") -> Message:
+    """A call as messages have it, in the form that chat templates know."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def checked_call(call: object) -> Found:
@@ -85,7 +111,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
             value = read_json(stripped)
         except UnreadableCall:
             return text
-    fits = not wanted or not wanted & {"string"} or bool(_types_of(value) & wanted)
+    fits = not wanted or not wanted & {"string"} or bool(_TYPES[type(value)] & wanted)
     return value if fits else text
 
 
@@ -94,22 +120,8 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     for choice in schema.get("anyOf", ()):
         kinds |= _types(choice)
     for value in schema.get("enum", [schema["const"]] if "const" in schema else []):
-        kinds |= _types_of(value)
+        kinds |= _TYPES.get(type(value), frozenset())
     return kinds
-
-
-def _types_of(value: object) -> set[str]:
-    for kind, names in (
-        (bool, {"boolean"}),
-        (int, {"integer", "number"}),
-        (float, {"number"}),
-        (str, {"string"}),
-        (dict, {"object"}),
-        (list, {"array"}),
-    ):
-        if isinstance(value, kind):
-            return names
-    return {"null"}
 
 
 def pairs_of(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> Found:

@@ -15,15 +15,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.callvalues import call_message
 from asyncrl.rollout.controltokens import QUESTION, TURN, ControlTokens, Tokenizer
 from asyncrl.rollout.tools import Tool
 from asyncrl.types import Message
 
-__all__ = ["ChatTemplate", "plain", "text_of"]
+__all__ = ["ChatTemplate", "plain", "result_of", "text_of", "turn_of"]
 
 _ASK: Message = {"role": "user", "content": QUESTION}
 _TURN: Message = {"role": "assistant", "content": TURN}
-_CALL: Message = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "b"}}}
+_ARGUMENTS = {"x": "b"}
 _OWN = (
     "messages",
     "tools",
@@ -57,7 +58,7 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._check_options()
         self._in_parts = False
-        self._in_parts = TURN not in self._try([_ASK, _TURN])
+        self._in_parts = TURN not in (self._try([_ASK, _TURN]) or "")
         self.opening = self._write([_ASK], (), generate=True)
         """A short conversation, up to where the model begins."""
         self.ends, self.own_ends = self._find_ends(ends)
@@ -84,7 +85,7 @@ class ChatTemplate:
         refusal: ConfigError | None = None
         # Some templates know one call in a turn, some none: what they write of the results is what counts.
         for shown in [calls, calls[:1], []] if len(calls) > 1 else [calls, []] if calls else [[]]:
-            message = _called(self._as_wanted(shown)) if shown else _TURN
+            message = turn_of(self._as_wanted(shown)) if shown else _TURN
             try:
                 text = self._write([_ASK, message, *answered], tools, generate=generate)
             except ConfigError as error:
@@ -96,7 +97,7 @@ class ChatTemplate:
 
     def calls(self, turn: Message, tools: Sequence[Tool]) -> str:
         """What the template writes for a turn with these calls, without what ends it: how the model is to write it."""
-        calls = _called(self._as_wanted(turn["tool_calls"]))
+        calls = turn_of(self._as_wanted(turn["tool_calls"]))
         body = self._model_text(self._write([_ASK, calls], tools, generate=False))
         end = self._end.search(body)
         return body[: end.start()] if end else body
@@ -120,12 +121,12 @@ class ChatTemplate:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(f"the chat template refuses messages of the roles {roles}: {error}") from error
 
-    def _try(self, messages: Sequence[Message]) -> str:
-        """What it writes; nothing if it refuses."""
+    def _try(self, messages: Sequence[Message]) -> str | None:
+        """What it writes; None if it refuses."""
         try:
             return self._write(messages, (), generate=False)
         except ConfigError:
-            return ""
+            return None
 
     def _model_text(self, text: str) -> str:
         """``text`` from where the model begins to write."""
@@ -172,8 +173,8 @@ class ChatTemplate:
 
     def _end_of_call(self, ends: Sequence[int], known: Sequence[int]) -> int | None:
         """The special token that ends a turn with a call, if it is none of ``ends``."""
-        turn = _called([_CALL | {"function": {"name": "f", "arguments": {"x": TURN}}}])
-        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "b"}
+        turn = turn_of([call_message("f", {"x": TURN})])
+        result = result_of(turn, "b")
         try:
             last = self._after_mark([_ASK, turn], generate=False)
             then = self._after_mark([_ASK, turn, result], generate=True)
@@ -189,13 +190,9 @@ class ChatTemplate:
 
     def _wants_text(self) -> bool:
         """True if the template takes the arguments of a call as text only."""
-        for arguments in (_CALL["function"]["arguments"], json.dumps(_CALL["function"]["arguments"])):
-            call = _CALL | {"function": {"name": "f", "arguments": arguments}}
-            try:
-                self._write([_ASK, _TURN | {"tool_calls": [call]}], (), generate=False)
-            except ConfigError:
-                continue
-            return isinstance(arguments, str)
+        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+            if self._try([_ASK, _TURN | {"tool_calls": [call_message("f", arguments)]}]) is not None:
+                return isinstance(arguments, str)
         return False
 
     def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
@@ -216,9 +213,15 @@ class ChatTemplate:
                 raise ConfigError.for_value("template_options", name, allowed)
 
 
-def _called(calls: Sequence[Message]) -> Message:
+def turn_of(calls: Sequence[Message]) -> Message:
     """A turn that says nothing beside its calls: what else it said would stand before, behind or in their place."""
     return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def result_of(turn: Message, content: str) -> Message:
+    """The result of the first call of ``turn``."""
+    call = turn["tool_calls"][0]
+    return {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": content}
 
 
 def plain(message: Message) -> Message:
@@ -261,7 +264,7 @@ def _paired(calls: Sequence[Message], new: Sequence[Message]) -> tuple[list[Mess
             unanswered.remove(id)
         name = known[id]["function"]["name"] if id in known else message.get("name") or "unknown"
         if id not in known:
-            known[id] = {"id": id, "type": "function", "function": {"name": name, "arguments": {}}}
+            known[id] = call_message(name, {}, id)
             shown.append(known[id])
         answered.append(
             {"name": name, "tool_call_id": id}

@@ -16,6 +16,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +41,7 @@ class Closing:
 
     def __init__(self) -> None:
         self._mishaps: Counter[tuple[str, str]] = Counter()
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
         # In which a close() runs.
 
     async def close(self, env: Env, trajectory: str, events: Events) -> None:
@@ -83,32 +84,24 @@ class Closing:
             raise call.error
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        if self._threads >= _THREADS:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) >= _THREADS:
             raise InfrastructureError(f"no thread is left for close(): {_THREADS} of them have not returned")
-        loop, ended = asyncio.get_running_loop(), anyio.Event()
-        outcome: list[Any] = []
-
-        def end() -> None:
-            self._threads -= 1
-            ended.set()
-
-        def work() -> None:
-            try:
-                outcome.append((function(), None))
-            except Exception as error:  # noqa: BLE001  raised below, on the loop
-                outcome.append((None, error))
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(end)
-
-        self._threads += 1
-        threading.Thread(target=work, name="asyncrl close", daemon=True).start()
+        outcome: Future[Any] = Future()
+        outcome.set_running_or_notify_cancel()
+        thread = threading.Thread(target=_work, args=(function, outcome), name="asyncrl close", daemon=True)
+        self._threads.append(thread)
+        thread.start()
         with anyio.move_on_after(CLOSE_S):
-            await ended.wait()
-            made, error = outcome[0]
-            if error is not None:
-                raise error
-            return made
+            return await asyncio.wrap_future(outcome)
         raise _late()
+
+
+def _work(function: Callable[[], Any], outcome: Future[Any]) -> None:
+    try:
+        outcome.set_result(function())
+    except Exception as error:  # noqa: BLE001  raised where it is awaited
+        outcome.set_exception(error)
 
 
 class _Call:

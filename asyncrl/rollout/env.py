@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias
 
 import anyio
 
 from asyncrl.concurrency.endings import WhenBegun, first_error
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, require_choice
 from asyncrl.plain import error_text, shortened
 from asyncrl.rollout.border import TurnResult
 from asyncrl.rollout.calls import blamed
@@ -29,7 +29,6 @@ from asyncrl.types import Message, Row, ToolCall, Trajectory, TruncationCause
 
 __all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "env_factory"]
 
-T = TypeVar("T")
 Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
 
 _NAME, _REASON = 100, 500
@@ -113,8 +112,8 @@ class EnvFactory:
 def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     """Take an instance, a class or a function without arguments. Raises ``ConfigError`` for anything else."""
     if isinstance(env, Env):
-        shared = _valid(env)
-        return EnvFactory(create=lambda: shared, owned=False, tools=_tools(shared), answers=_answers(shared))
+        _check(env)
+        return _factory_of(type(env), create=lambda: env, owned=False)
     if not callable(env) or (isinstance(env, type) and not issubclass(env, Env)):
         raise ConfigError.for_value(
             "env", env, "an Env, a subclass of it, or a function without arguments that makes one"
@@ -123,12 +122,19 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
     if isinstance(made, type) and issubclass(made, Env):
         if missing := sorted(getattr(made, "__abstractmethods__", ())):
             raise ConfigError(f"env {made.__name__} lacks the method(s) {', '.join(missing)}")
-        _valid(made)
+        _check(made)
     try:
         inspect.signature(env).bind()
     except TypeError as error:
         raise ConfigError(f"env {env!r} must be callable without arguments: {error}") from error
-    return EnvFactory(create=_checking(env), owned=True, tools=_tools(made), answers=_answers(made))
+    return _factory_of(made, create=_checking(env), owned=True)
+
+
+def _factory_of(kind: object, *, create: Callable[[], Env], owned: bool) -> EnvFactory:
+    """``kind`` is what makes environments: if it is their class, something is known of them."""
+    if not isinstance(kind, type) or not issubclass(kind, Env):
+        return EnvFactory(create=create, owned=owned)
+    return EnvFactory(create=create, owned=owned, tools=tuple(kind.tools), answers=kind.on_turn is not Env.on_turn)
 
 
 def _checking(make: Callable[[], Env]) -> Callable[[], Env]:
@@ -138,32 +144,19 @@ def _checking(make: Callable[[], Env]) -> Callable[[], Env]:
     def create() -> Env:
         env = make()
         if type(env) not in known or env.tools is not type(env).tools:
-            known.add(type(_valid(env)))
+            _check(env)
+            known.add(type(env))
         return env
 
     return create
 
 
-def _tools(env: object) -> tuple[Tool, ...]:
-    kind = env if isinstance(env, type) else type(env)
-    return tuple(kind.tools) if issubclass(kind, Env) else ()
-
-
-def _answers(env: object) -> bool:
-    kind = env if isinstance(env, type) else type(env)
-    return issubclass(kind, Env) and kind.on_turn is not Env.on_turn
-
-
-E = TypeVar("E", Env, type[Env])
-
-
-def _valid(env: E) -> E:
+def _check(env: Env | type[Env]) -> None:
     """Check what the type system cannot; works on a class too, so that a mistake shows before anything starts."""
     kind = env if isinstance(env, type) else type(env)
     if not issubclass(kind, Env):
         raise ConfigError.for_value("what env makes", env, "an Env")
-    if env.recovery not in get_args(Recovery):
-        raise ConfigError.for_value(f"{kind.__name__}.recovery", env.recovery, f"one of {get_args(Recovery)}")
+    require_choice(f"{kind.__name__}.recovery", env.recovery, Recovery)
     if env.recovery == "snapshot" and (kind.snapshot is Env.snapshot or kind.restore is Env.restore):
         raise ConfigError(f"{kind.__name__}.recovery is 'snapshot', but it does not define both snapshot and restore")
     if not isinstance(env.tools, Sequence) or not all(isinstance(tool, Tool) for tool in env.tools):
@@ -171,7 +164,6 @@ def _valid(env: E) -> E:
     names = [tool.name for tool in env.tools]
     if len(set(names)) < len(names):
         raise ConfigError.for_value(f"{kind.__name__}.tools", names, "tools with different names")
-    return env
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +196,13 @@ async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
 async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: Env) -> list[_Reply]:
     replies: dict[int, _Reply] = {}
 
-    async def run(index: int) -> None:
-        replies[index] = await _reply(calls[index], tools, env)
+    async def run(index: int, call: ToolCall) -> None:
+        replies[index] = await _reply(call, tools, env)
 
     try:
         async with anyio.create_task_group() as tasks:
-            for index in range(len(calls)):
-                tasks.start_soon(WhenBegun, run, index)
+            for index, call in enumerate(calls):
+                tasks.start_soon(WhenBegun, run, index, call)
         return [replies[index] for index in range(len(calls))]
     except ExceptionGroup as group:
         failure = first_error(group)

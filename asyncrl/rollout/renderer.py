@@ -190,6 +190,12 @@ class TextRenderer(_TokenizingRenderer):
         text = _joined(new)
         return _ids(await self._off_loop(new, lambda: self.encode(text)))
 
+    def written(
+        self, new: Sequence[Message], tools: Sequence[Tool], *, turn: Message | None = None, generate: bool = True
+    ) -> str:
+        """The text of a prompt, or of what follows ``turn``, with marks where it is encoded in pieces."""
+        return str(self.control.shield(_joined(new)))
+
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """See ``Renderer``."""
         return await self._reading(len(turn_ids), lambda: parse_hermes(self._text(turn_ids)))
@@ -254,9 +260,16 @@ class ChatRenderer(_TokenizingRenderer):
         last = int(turn_ids[-1]) if len(turn_ids) else None
         return _ids(await self._off_loop(new, render))
 
+    def written(
+        self, new: Sequence[Message], tools: Sequence[Tool], *, turn: Message | None = None, generate: bool = True
+    ) -> str:
+        """See ``TextRenderer``; with ``generate`` up to where the model begins, else without that opening."""
+        if turn is None:
+            return self.template.prompt(new, tools, generate=generate)
+        return self.template.after(turn, new, tools, generate=generate)
+
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """See ``Renderer``. Uses the tokenizer's own response template if it has one."""
-
         return await self._reading(len(turn_ids), lambda: self._read(self._text(turn_ids), tools))
 
     def _read(self, text: str, tools: Sequence[Tool]) -> ParsedTurn:

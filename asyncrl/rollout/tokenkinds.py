@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from asyncrl.rollout.chattemplate import text_of
@@ -17,9 +17,10 @@ from asyncrl.rollout.renderer import ChatRenderer, TextRenderer
 from asyncrl.rollout.tools import Tool
 from asyncrl.types import IntArray, Message
 
-__all__ = ["TokenKind", "TokenRun", "continuation_runs", "prompt_runs", "turn_runs"]
+__all__ = ["TokenKind", "TokenRun", "environment_runs", "turn_runs"]
 
 _START, _END = "\u2e28asyncrl:content\u2e29", "\u2e28asyncrl:end\u2e29"
+_NOWHERE = 1 << 60
 _WINDOW = 8
 # Tokens that are decoded again with the next one: a character may be several of them.
 
@@ -48,57 +49,29 @@ class TokenRun:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
-    """A rendered text with marks around contents, and where the generation prompt begins in it without them."""
-
-    marked: str
-    generation: int
-
-
-def prompt_runs(
-    renderer: ChatRenderer | TextRenderer, messages: Sequence[Message], tools: Sequence[Tool], ids: IntArray
-) -> list[TokenRun]:
-    """``ids``, which are the prompt of ``messages``."""
-    if isinstance(renderer, TextRenderer):
-        return _runs(renderer, ids, _all_content(messages))
-    template = renderer.template
-    whole, bare = (template.prompt(messages, tools, generate=generate) for generate in (True, False))
-    marked = template.prompt(_marked(messages), tools)
-    return _runs(renderer, ids, _Text(marked=marked, generation=_generation(whole, bare)))
-
-
-def continuation_runs(
+def environment_runs(
     renderer: ChatRenderer | TextRenderer,
-    turn: Message,
     new: Sequence[Message],
     tools: Sequence[Tool],
     ids: IntArray,
+    *,
+    turn: Message | None = None,
 ) -> list[TokenRun]:
-    """``ids``, which follow ``turn`` and hold the ``new`` messages."""
-    if isinstance(renderer, TextRenderer):
-        return _runs(renderer, ids, _all_content(new))
-    template = renderer.template
-    whole, bare = (template.after(turn, new, tools, generate=generate) for generate in (True, False))
-    # The turn's own end token may be missing in front.
+    """``ids``, which hold the ``new`` messages: the prompt, or what follows ``turn``, a message of the model."""
+    whole, bare = (renderer.written(new, tools, turn=turn, generate=generate) for generate in (True, False))
+    # The beginning may be missing in them, such as the turn's own end token.
     all_ids = renderer.control.encode(whole)
-    missing = len(renderer.tokenizer.decode(all_ids[: len(all_ids) - len(ids)]))
-    text = _Text(marked=template.after(turn, _marked(new), tools), generation=_generation(whole, bare))
-    return _runs(renderer, ids, text, skipped=missing)
+    missing = len(renderer.tokenizer.decode(all_ids[: max(0, len(all_ids) - len(ids))]))
+    whole, bare = whole.replace(CUT, ""), bare.replace(CUT, "")
+    generation = len(bare) - missing if whole != bare and whole.startswith(bare) else _NOWHERE
+    marked = renderer.written(_marked(new), tools, turn=turn).replace(CUT, "")
+    return _runs(renderer, ids, marked[missing:], generation)
 
 
 def turn_runs(renderer: ChatRenderer | TextRenderer, ids: IntArray) -> list[TokenRun]:
     """``ids`` as the model would sample them."""
-    text = _Text(marked="", generation=1 << 60)
-    return [
-        TokenRun(kind=TokenKind.MODEL if run.kind is TokenKind.TEMPLATE else run.kind, ids=run.ids, text=run.text)
-        for run in _runs(renderer, ids, text)
-    ]
-
-
-def _all_content(messages: Sequence[Message]) -> _Text:
-    text = "".join(text_of(message.get("content")) for message in messages)
-    return _Text(marked=f"{_START}{text}{_END}", generation=1 << 60)
+    runs = _runs(renderer, ids, "", _NOWHERE)
+    return [replace(run, kind=TokenKind.MODEL) if run.kind is TokenKind.TEMPLATE else run for run in runs]
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
@@ -108,22 +81,16 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _generation(whole: str, bare: str) -> int:
-    whole, bare = _plain(whole), _plain(bare)
-    return len(bare) if whole.startswith(bare) else 1 << 60
-
-
-def _plain(text: str) -> str:
-    return text.replace(CUT, "")
-
-
-def _runs(renderer: ChatRenderer | TextRenderer, ids: IntArray, text: _Text, *, skipped: int = 0) -> list[TokenRun]:
+def _runs(renderer: ChatRenderer | TextRenderer, ids: IntArray, marked: str, generation: int) -> list[TokenRun]:
+    """``marked`` is the text of ``ids`` with marks around contents; the generation prompt begins at the character
+    ``generation`` of it without marks.
+    """
     pieces = _decoded(renderer, ids)
-    contents = _contents(text, "".join(pieces), skipped)
+    contents = _contents(marked, "".join(pieces))
     runs: list[TokenRun] = []
     place = 0
     for id, piece in zip(ids.tolist(), pieces, strict=True):
-        if place + skipped >= text.generation:
+        if place >= generation:
             kind = TokenKind.GENERATION_PROMPT
         elif id in renderer.control.ids:
             kind = TokenKind.CONTROL
@@ -132,17 +99,17 @@ def _runs(renderer: ChatRenderer | TextRenderer, ids: IntArray, text: _Text, *, 
             kind = TokenKind.CONTENT if inside else TokenKind.TEMPLATE
         place += len(piece)
         if runs and runs[-1].kind is kind:
-            runs[-1] = TokenRun(kind=kind, ids=(*runs[-1].ids, id), text=runs[-1].text + piece)
+            runs[-1] = replace(runs[-1], ids=(*runs[-1].ids, id), text=runs[-1].text + piece)
         else:
             runs.append(TokenRun(kind=kind, ids=(id,), text=piece))
     return runs
 
 
-def _contents(text: _Text, decoded: str, skipped: int) -> list[tuple[int, int]]:
+def _contents(marked: str, decoded: str) -> list[tuple[int, int]]:
     """Where contents stand in the decoded text."""
     places: list[tuple[int, int]] = []
     place = 0
-    for part in re.split(f"({re.escape(_START)}.*?{re.escape(_END)})", _plain(text.marked)[skipped:], flags=re.DOTALL):
+    for part in re.split(f"({re.escape(_START)}.*?{re.escape(_END)})", marked, flags=re.DOTALL):
         inside = part.startswith(_START)
         body = part[len(_START) : -len(_END)] if inside else part
         at = max(place, decoded.find(body, place))

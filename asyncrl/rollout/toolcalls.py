@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.rollout.callvalues import Found, UnreadableCall, checked_call
+from asyncrl.rollout.callvalues import Found, UnreadableCall, call_message, checked_call
 from asyncrl.rollout.notations import TAGS, Notation
 from asyncrl.types import Message, ToolCall
 
@@ -129,14 +129,7 @@ def _numbered(found: Found, index: int) -> ToolCall:
 
 def _turn(message: Message, calls: Sequence[ToolCall]) -> ParsedTurn:
     message["role"] = "assistant"
-    readable = [call for call in calls if call.arguments is not None]
+    readable = [call_message(call.name, dict(call.arguments), call.id) for call in calls if call.arguments is not None]
     if readable:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments or {})},
-            }
-            for call in readable
-        ]
+        message["tool_calls"] = readable
     return ParsedTurn(message=message, tool_calls=tuple(calls))

@@ -146,20 +146,18 @@ def _extend(traj: Trajectory, segment: Segment) -> None:
 
 
 async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    """The turn is complete: read the message."""
+    """Read the message of the open turn: it is complete, or as far as it came before the conversation was truncated.
+
+    Calls in a truncated one are not run.
+    """
     parsed = context.budget.answered(await context.renderer.parse(traj.turn_ids(), env.tools))
     traj.messages.append(parsed.message)
+    if traj.truncated is not None:
+        traj.cut = True
+        return
     traj.tool_calls = list(parsed.tool_calls)
     traj.turns += 1
     traj.awaiting_reply = True
-
-
-async def _read_cut(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    """The conversation ran out of budget: what there is of an open turn is its last message. Its calls are not run."""
-    if traj.turn_tokens and not traj.awaiting_reply and not traj.cut:
-        parsed = context.budget.answered(await context.renderer.parse(traj.turn_ids(), env.tools))
-        traj.messages.append(parsed.message)
-        traj.cut = True
 
 
 async def _sample(
@@ -191,7 +189,10 @@ async def _sample(
     newest = context.versions.arriving
     for span in served.versions:
         if not 0 <= span.version <= newest:
-            raise _not_made(served, span.version, newest)
+            raise ProtocolError(
+                f"{served.server or 'the sampler'} has answered with version {span.version}, but the newest of this "
+                f"run is {newest}"
+            )
     segment = ended(served, traj, context.renderer)
     now = context.now()
     seconds = traj.seconds
@@ -213,13 +214,6 @@ async def _sample(
         )
     )
     return segment
-
-
-def _not_made(segment: Segment, version: int, newest: int) -> ProtocolError:
-    """To refuse tokens of ``version``, which no server was given by this run; ``newest`` is the last that one was."""
-    return ProtocolError(
-        f"{segment.server or 'the sampler'} has answered with version {version}, but the newest of this run is {newest}"
-    )
 
 
 def _request(
@@ -343,17 +337,13 @@ async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     """Give the conversation its reward: ``reward``'s, or ``on_truncated``'s. Raises if it is no finite number."""
     started = context.now()
     context.activities[traj.id] = (traj, "reward", started)
-    if traj.truncated is not None:
-        await _read_cut(traj, env, context)
-    if traj.truncated is None:
-        value = await context.calls(env.reward, traj, traj.row)
-        checked_metrics(traj, env.reward)
-        reward = checked_reward(value, env.reward)
-    else:
-        value = await context.calls(env.on_truncated, traj, traj.row, traj.truncated)
-        checked_metrics(traj, env.on_truncated)
-        reward = checked_reward(value, env.on_truncated)
-    traj.reward = reward
+    cause = traj.truncated
+    if cause is not None and traj.turn_tokens and not traj.awaiting_reply and not traj.cut:
+        await _read(traj, env, context)
+    rates: Callable[..., object] = env.reward if cause is None else env.on_truncated
+    value = await context.calls(rates, traj, traj.row, *(() if cause is None else (cause,)))
+    checked_metrics(traj, rates)
+    traj.reward = checked_reward(value, rates)
     now = context.now()
     traj.add_seconds("reward", now - started)
     if context.events.wants(MemberFinished):
@@ -361,7 +351,7 @@ async def grade(traj: Trajectory, env: Env, context: RolloutContext) -> None:
             time=now,
             group=traj.group,
             member=traj.member,
-            reward=reward,
+            reward=traj.reward,
             turns=traj.turns,
             generated_tokens=traj.generated_tokens,
             truncated=traj.truncated.value if traj.truncated else "",

@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 from asyncrl.errors import ConfigError
+from asyncrl.plain import error_text
 
 __all__ = ["SENDABLE", "Call", "Reply", "load_file", "main", "packed", "refuse_in_worker", "unpacked"]
 
@@ -126,7 +127,7 @@ class _Worker:
         try:
             args, kwargs = unpacked(call.arguments, self._main_script)
         except BaseException as error:  # noqa: BLE001  told to the parent
-            wrong = f"the arguments of {call.name} cannot be read by its worker process: {_described(error)}"
+            wrong = f"the arguments of {call.name} cannot be read by its worker process: {error_text(error)}"
             return Reply(kind="refused", text=wrong)
         try:
             result = function(*args, **kwargs)
@@ -135,7 +136,7 @@ class _Worker:
         try:
             return Reply(kind="returned", value=packed(result))
         except Exception as error:  # noqa: BLE001  told to the parent
-            what = f"{type(result).__name__}: {_described(error)}"
+            what = f"{type(result).__name__}: {error_text(error)}"
             return Reply(kind="refused", text=f"the result of {call.name} is of type {what}, but must be {SENDABLE}")
 
     def _found(self, call: Call) -> Callable[..., Any] | Reply:
@@ -143,7 +144,7 @@ class _Worker:
         try:
             module = self._imported(call)
         except BaseException as error:  # noqa: BLE001  told to the parent
-            wrong = f"a worker process cannot import {call.module}, which has {call.name}: {_described(error)}"
+            wrong = f"a worker process cannot import {call.module}, which has {call.name}: {error_text(error)}"
             return Reply(kind="refused", text=wrong, trace=_trace(error))
         # As it was declared, or else whatever has its name.
         name = _MAIN_IN_WORKER if call.module == _MAIN else call.module
@@ -217,11 +218,7 @@ def _raised(error: BaseException) -> Reply:
             unpacked(value)
         except Exception:  # noqa: BLE001  then its text is what can be sent
             value = None
-    return Reply(kind="raised", value=value, text=_described(error), trace=_trace(error))
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return Reply(kind="raised", value=value, text=error_text(error), trace=_trace(error))
 
 
 def _trace(error: BaseException) -> str:
