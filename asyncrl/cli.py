@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from asyncrl.concurrency.endings import first_error, kept
+from asyncrl.concurrency.endings import first_error, keeping_first_error
 from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import ConfigError
 from asyncrl.observe.pipes import lasting_streams
@@ -126,7 +126,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     result: dict[str, object] = {}
 
     async def work() -> None:
-        async with kept(composed.engine.opened(composed.trainer.events)) as session:
+        async with keeping_first_error(composed.engine.opened(composed.trainer.events)) as session:
             await session.publish(0)
             metrics = await evaluator.evaluate(session)
             result.update(heldout=metrics["reward_mean"], **metrics)

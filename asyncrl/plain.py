@@ -25,7 +25,7 @@ __all__ = [
     "shortened",
     "shown",
     "text",
-    "uncopied",
+    "uncopyable_parts",
 ]
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def metric(value: object) -> float:
 
 
 def are_plain(metrics: Mapping[object, object]) -> bool:
-    """True if nothing has to be done to make them so. Looked at after each call of an environment."""
+    """True if every value is a finite float and every key ASCII text. Looked at after each call of an environment."""
     for key, value in metrics.items():
         # What is not finite differs from itself by NaN.
         if type(value) is not float or value - value != 0.0 or type(key) is not str or not key.isascii():
@@ -168,7 +168,7 @@ def _as_text(path: str, value: object) -> object:
 
 
 def copied(row: T) -> T:
-    """A copy that shares nothing which can be changed, but for what cannot be copied (see ``uncopied``)."""
+    """A copy that shares nothing which can be changed, but for what cannot be copied (see ``uncopyable_parts``)."""
     if type(row) in _IMMUTABLE:
         return row
     try:
@@ -197,7 +197,7 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def uncopied(row: object) -> list[str]:
+def uncopyable_parts(row: object) -> list[str]:
     """Names of the parts of ``row`` that cannot be copied: ``row['lock'] (lock)``."""
     found: list[str] = []
 

@@ -118,7 +118,7 @@ class _Books:
         if batch is None:
             raise AssertionError(f"the barrier is closed at version {self.version} although all groups due have ended")
         version = self._clock.commit()
-        self._admission.settle(version)
+        self._admission.end_batch(version)
         self._clock.publish(version)
         self._admission.published(version)
         self._admit()

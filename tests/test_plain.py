@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.plain import copied, error_text, jsonable, metric, number, numbers, shown, text, uncopied
+from asyncrl.plain import copied, error_text, jsonable, metric, number, numbers, shown, text, uncopyable_parts
 
 NUMBERS: list[tuple[Any, float]] = [
     (True, 1.0),
@@ -189,9 +189,9 @@ def test_what_cannot_be_copied_is_shared_and_named() -> None:
     made = copied(row)
     assert made["lock"] is lock
     assert made["q"] is not row["q"]
-    assert uncopied(row) == ["row['lock'] (lock)", "row['inner'][0]['stream'] (generator)"]
-    assert uncopied({"q": [1, (2, "a")], "x": np.arange(3)}) == []
+    assert uncopyable_parts(row) == ["row['lock'] (lock)", "row['inner'][0]['stream'] (generator)"]
+    assert uncopyable_parts({"q": [1, (2, "a")], "x": np.arange(3)}) == []
     itself: list[Any] = []
     itself.append(itself)
     assert copied(itself) is itself
-    assert uncopied(itself) == ["row (it is nested too deeply, or contains itself)"]
+    assert uncopyable_parts(itself) == ["row (it is nested too deeply, or contains itself)"]

@@ -1,8 +1,9 @@
 """How things end: the first error is the one that is raised, and errors that come while something ends are notes on it.
 
 A context whose exit fails while an error is on its way would replace that error, and an exception group hides it
-among others. ``kept`` is for one context, ``Endings`` for a stack of them, ``noted`` for what an ``except`` block still
-has to do, ``FirstError`` for tasks beside each other. A cancellation is no error: what fails after one is raised.
+among others. ``keeping_first_error`` is for one context, ``FirstErrorStack`` for a stack of them, ``noting_on`` for
+what an ``except`` block still has to do, ``FirstError`` for tasks beside each other. A cancellation is no error: what
+fails after one is raised.
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["Endings", "FirstError", "WhenBegun", "first_error", "is_cancellation", "kept", "note", "noted"]
+__all__ = [
+    "FirstError",
+    "FirstErrorStack",
+    "LazyCoroutine",
+    "first_error",
+    "is_cancellation",
+    "keeping_first_error",
+    "note",
+    "noting_on",
+]
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 def is_cancellation(error: BaseException | None) -> bool:
-    """True if somebody only wanted an end."""
+    """True for a cancellation and for the close of a generator: somebody wanted an end, and nothing failed."""
     return isinstance(error, asyncio.CancelledError | GeneratorExit)
 
 
-def first_error(error: BaseException) -> BaseException:
-    """The first leaf of a (nested) exception group; the others stay visible as notes."""
-    first, *others = _leaves(error)
-    for other in others:
-        note(first, other)
+def first_error(error: BaseException, known: BaseException | None = None) -> BaseException:
+    """``known`` if it is in the (nested) exception group, else its first leaf; the others stay visible as notes."""
+    leaves = list(_leaves(error))
+    first = next((leaf for leaf in leaves if leaf is known), leaves[0])
+    for leaf in leaves:
+        note(first, leaf)
     return first
 
 
@@ -44,7 +55,7 @@ def note(first: BaseException, later: BaseException) -> None:
 
 
 @contextmanager
-def noted(first: BaseException) -> Iterator[None]:
+def noting_on(first: BaseException) -> Iterator[None]:
     """What the block raises is a note on ``first``, which its ``except`` block then raises again.
 
     If ``first`` is a cancellation it is raised. Whatever the block awaits has to be shielded.
@@ -58,7 +69,7 @@ def noted(first: BaseException) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def kept(context: AbstractAsyncContextManager[T]) -> AsyncGenerator[T, None]:
+async def keeping_first_error(context: AbstractAsyncContextManager[T]) -> AsyncGenerator[T, None]:
     """``context``, but what its exit raises never replaces what its block has raised."""
     first: BaseException | None = None
     last: BaseException | None = None
@@ -79,15 +90,15 @@ async def kept(context: AbstractAsyncContextManager[T]) -> AsyncGenerator[T, Non
         raise first  # here, where ``last`` is not its context
 
 
-class Endings(AsyncExitStack):
+class FirstErrorStack(AsyncExitStack):
     """A stack whose every exit is done; of all errors the first is raised, and the others are notes on it."""
 
     async def enter_async_context(self, cm: AbstractAsyncContextManager[T, Any]) -> T:
-        """See ``AsyncExitStack``."""
-        return await super().enter_async_context(kept(cm))
+        """Enter ``cm``; what its exit raises never replaces an earlier error."""
+        return await super().enter_async_context(keeping_first_error(cm))
 
     def callback(self, callback: Callable[P, T], /, *args: P.args, **kwds: P.kwargs) -> Callable[P, T]:
-        """See ``AsyncExitStack``."""
+        """Call ``callback`` at the end; what it raises never replaces an earlier error."""
 
         async def call() -> None:
             callback(*args, **kwds)
@@ -98,7 +109,7 @@ class Endings(AsyncExitStack):
     def push_async_callback(
         self, callback: Callable[P, Awaitable[T]], /, *args: P.args, **kwds: P.kwargs
     ) -> Callable[P, Awaitable[T]]:
-        """See ``AsyncExitStack``."""
+        """Await ``callback`` at the end; what it raises never replaces an earlier error."""
 
         async def close(kind: object, first: BaseException | None, traceback: object) -> None:
             try:
@@ -112,8 +123,8 @@ class Endings(AsyncExitStack):
         return callback
 
 
-class WhenBegun(partial[Coroutine[Any, Any, T]]):
-    """``tasks.start_soon(WhenBegun, function, *args)``: the coroutine is made when its task begins.
+class LazyCoroutine(partial[Coroutine[Any, Any, T]]):
+    """``tasks.start_soon(LazyCoroutine, function, *args)``: the coroutine is made when its task begins.
 
     A caller that leaves its loop by an error and ends the event loop cancels tasks that have not begun. anyio then
     leaves their coroutines as they are, and Python warns of each that it was never awaited.
@@ -122,7 +133,7 @@ class WhenBegun(partial[Coroutine[Any, Any, T]]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"WhenBegun({self.func!r})"
+        return f"LazyCoroutine({self.func!r})"
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self().__await__()
@@ -162,16 +173,13 @@ class FirstError:
     @contextmanager
     def raised(self) -> Iterator[None]:
         """An exception group leaves the block as its error that was first, with the others as notes."""
-        leaves: list[BaseException] = []
+        failure: BaseException | None = None
         try:
             yield
         except BaseExceptionGroup as group:
-            leaves = list(_leaves(group))
-        if leaves:
-            first = next((leaf for leaf in leaves if leaf is self.error), leaves[0])
-            for leaf in leaves:
-                note(first, leaf)
-            raise first
+            failure = first_error(group, self.error)
+        if failure is not None:
+            raise failure
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -183,7 +191,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _holds(error: BaseException, first: BaseException) -> bool:
-    """``error`` is a group, or a group of groups, that says in which order ``first`` and others came."""
+    """True if a leaf of ``first`` is one of the exception group ``error``, which then says all by itself."""
     wanted = {id(leaf) for leaf in _leaves(first)}
     return any(id(leaf) in wanted for leaf in _leaves(error))
 

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Consumer(Generic[T]):
     """The producer's view of the loop that it feeds.
 
-    A caller that leaves cancels the producer and then closes the streams. If the producer sees the second first, the
-    first is on its way.
+    A caller that leaves cancels the producer and then closes the streams. On a closed stream the methods wait for
+    that cancellation, which is on its way.
     """
 
     def __init__(self, asked: MemoryObjectReceiveStream[None], given: MemoryObjectSendStream[T]) -> None:
@@ -78,11 +78,11 @@ class _Iteration(AsyncGenerator[T, None]):
         return await anext(self._items)
 
     async def asend(self, value: None) -> T:
-        """The next item."""
+        """The next item; ``value`` is not used."""
         return await self._items.asend(value)
 
     async def athrow(self, *error: Any) -> T:
-        """Ends the work."""
+        """Throw into the loop, which ends the work."""
         return await self._items.athrow(*error)
 
     async def aclose(self) -> None:

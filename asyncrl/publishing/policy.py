@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from asyncrl.concurrency.endings import Endings
+from asyncrl.concurrency.endings import FirstErrorStack
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.events import Events
 from asyncrl.learning.base import Learner, model_vocab_size
@@ -125,7 +125,7 @@ class Policy:
         """
         if self._in_use:
             raise ConfigError("the policy is in use: one run at a time can train or sample it")
-        async with Endings() as stack:
+        async with FirstErrorStack() as stack:
             self._in_use = True
             stack.callback(self._free)
             home, vocab_size = None, None

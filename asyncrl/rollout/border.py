@@ -22,7 +22,7 @@ import orjson
 
 import asyncrl
 from asyncrl.errors import ConfigError, InvalidValue, require_count
-from asyncrl.plain import are_plain, jsonable, metric, number, numbers, shown, text, uncopied
+from asyncrl.plain import are_plain, jsonable, metric, number, numbers, shown, text, uncopyable_parts
 from asyncrl.types import Message, Row, Trajectory
 
 __all__ = [
@@ -249,7 +249,7 @@ def checked_rows(rows: object, key: str = "rows") -> list[Row]:
 
 def shared_parts(row: Row) -> list[tuple[str, str]]:
     """A warning, its name and its reason, if parts of ``row`` cannot be copied for each member of a group."""
-    parts = uncopied(row)
+    parts = uncopyable_parts(row)
     reason = f"each member of a group has its own copy of the row, but these cannot be copied: {', '.join(parts)}"
     return [("row_is_shared", reason)] if parts else []
 

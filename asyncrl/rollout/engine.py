@@ -17,7 +17,7 @@ from typing import Any, Literal
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from asyncrl.concurrency.endings import WhenBegun, kept
+from asyncrl.concurrency.endings import LazyCoroutine, keeping_first_error
 from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.events import Events, Notice, VersionPublished
@@ -300,11 +300,11 @@ class RolloutEngine:
             # Bounded by the workers: each has at most one finished group that nobody has asked for.
             finished, groups = anyio.create_memory_object_stream[Group](width)
             numbered = iter(enumerate(checked))
-            async with kept(self.opened(events)) as session, groups, anyio.create_task_group() as tasks:
+            async with keeping_first_error(self.opened(events)) as session, groups, anyio.create_task_group() as tasks:
                 with finished:
                     await session.publish(0)
                     for _ in range(width):
-                        tasks.start_soon(WhenBegun, _work, session, numbered, group_size, finished.clone())
+                        tasks.start_soon(LazyCoroutine, _work, session, numbered, group_size, finished.clone())
                 async for group in groups:
                     await consumer.wanted()
                     await consumer.give(group)

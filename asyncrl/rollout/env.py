@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import anyio
 
-from asyncrl.concurrency.endings import WhenBegun, first_error
+from asyncrl.concurrency.endings import LazyCoroutine, first_error
 from asyncrl.errors import AsyncRLError, ConfigError, require_choice
 from asyncrl.plain import error_text, shortened
 from asyncrl.rollout.border import TurnResult
@@ -202,7 +202,7 @@ async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: E
     try:
         async with anyio.create_task_group() as tasks:
             for index, call in enumerate(calls):
-                tasks.start_soon(WhenBegun, run, index, call)
+                tasks.start_soon(LazyCoroutine, run, index, call)
         return [replies[index] for index in range(len(calls))]
     except ExceptionGroup as group:
         failure = first_error(group)

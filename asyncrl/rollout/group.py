@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from asyncrl.concurrency.endings import WhenBegun
+from asyncrl.concurrency.endings import LazyCoroutine
 from asyncrl.errors import LearnerError, ObserverError, PublicationError, StalenessError
 from asyncrl.events import DeadlinePassed, Event, GroupFinished, GroupRerolled, MemberDiscarded, MemberFailed
 from asyncrl.plain import error_text
@@ -112,7 +112,7 @@ class _GroupRun:
         async with self._tasks as tasks:
             for member in range(plan.size) if progress.failure is None else ():
                 if member not in done:
-                    tasks.start_soon(WhenBegun, self._run, member, name=f"group {plan.index}")
+                    tasks.start_soon(LazyCoroutine, self._run, member, name=f"group {plan.index}")
         errors = [traj.error for traj in progress.ended if traj.error is not None]
         error = progress.failure or (errors[0] if len(errors) == plan.size else None)
         if error is not None:

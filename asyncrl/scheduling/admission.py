@@ -85,7 +85,7 @@ class Admission:
         # Outstanding group -> members that left it early.
         self._places = 0
         # In use, of slots * group_size.
-        self._unsettled = 0
+        self._batch_places = 0
         # Places of the batch that is being trained.
         self._before_batch: dict[int, tuple[int | None, int]] = {}
         # Reservations of the groups of that batch, as they were before it.
@@ -102,12 +102,12 @@ class Admission:
         return len(self._due)
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Groups that batches can still get: outstanding ones and those that may yet be admitted."""
         return self._quota - self.admitted + len(self._due)
 
     @property
-    def held(self) -> int:
+    def slots_in_use(self) -> int:
         """Slots in use, begun ones included."""
         return -(-self._places // self._group_size)
 
@@ -159,7 +159,7 @@ class Admission:
         await self._changed.wait_until(self._may_admit)
         group = self.admit_nowait()
         if group is None:
-            raise StalenessError(f"{self.held} of {self.slots} slots are held, but one was said to be free")
+            raise StalenessError(f"{self.slots_in_use} of {self.slots} slots are held, but one was said to be free")
         return group
 
     def birth(self, group: int, version: int) -> int | None:
@@ -177,29 +177,29 @@ class Admission:
         self._due[group] = None
 
     def take(self, groups: Iterable[int]) -> None:
-        """The trainer takes these groups into its batch; they keep their slots until ``settle``."""
+        """The trainer takes these groups into its batch; they keep their slots until ``end_batch``."""
         for group in groups:
             self._remember(group)
-            self._unsettled += self._leave(group)
+            self._batch_places += self._leave(group)
 
     def take_members(self, group: int, members: int) -> None:
         """The trainer takes ``members`` of a group that stays outstanding for its others."""
         self._remember(group)
         self._taken[group] += members
-        self._unsettled += members
+        self._batch_places += members
 
     def expect(self, groups: int) -> None:
         """The trainer waits until so many groups are finished; 0: not any more."""
         self._expected = groups
         self._note_slot_wait()
 
-    def settle(self, version: int | None) -> None:
+    def end_batch(self, version: int | None) -> None:
         """The batch being trained is over: it made ``version``, or None and its slots are free at once."""
         if version is None:
-            self._free(self._unsettled)
+            self._free(self._batch_places)
         else:
-            self._unpublished[version] = self._unsettled
-        self._unsettled = 0
+            self._unpublished[version] = self._batch_places
+        self._batch_places = 0
         self._before_batch.clear()
 
     def published(self, version: int) -> None:
@@ -230,8 +230,8 @@ class Admission:
         every slot for them is held, some by batches that are not published."""
         waits = False
         if self._expected and self._unpublished and self.admitted < self._quota and not self._may_admit():
-            coming = self._places - self._unsettled - sum(self._unpublished.values())
-            waits = coming < min(self._expected, self.left) * self._group_size
+            coming = self._places - self._batch_places - sum(self._unpublished.values())
+            waits = coming < min(self._expected, self.remaining) * self._group_size
         self.slot_wait.note(waits=waits)
 
     def _leave(self, group: int) -> int:

@@ -104,16 +104,16 @@ class Batches:
         self._note_opener(group)
         self._changed.notify()
 
-    def left(self, size: int) -> int:
+    def obtainable(self, size: int) -> int:
         """``size`` groups, or as many as there will ever be."""
-        return int(min(size, self._admission.left))
+        return int(min(size, self._admission.remaining))
 
     def take_nowait(self, size: int) -> list[Group] | None:
         """Take ``size`` groups if the commit that trains them leaves every other group trainable in time.
 
-        Fewer if no more will come; see ``left``.
+        Fewer if no more will come; see ``obtainable``.
         """
-        size = self.left(size)
+        size = self.obtainable(size)
         if not self._enough(size):
             return None
         if self._split_size is not None:
@@ -124,7 +124,7 @@ class Batches:
     async def take(self, size: int) -> list[Group]:
         """Take ``size`` groups, waiting for samples and at the barrier. Fewer, or none, if no more will come."""
         with self._expecting(size):
-            await self._changed.wait_until(lambda: self._enough(self.left(size)))
+            await self._changed.wait_until(lambda: self._enough(self.obtainable(size)))
         batch = self.take_nowait(size)
         if batch is not None:
             return batch
@@ -152,7 +152,7 @@ class Batches:
         with self._expecting(remaining):
             await self._changed.wait_until(
                 lambda: (
-                    len(self._ready) >= self.left(remaining)
+                    len(self._ready) >= self.obtainable(remaining)
                     or threshold.reached(sequences=self._sequences, tokens=self._tokens)
                 )
             )
@@ -170,7 +170,7 @@ class Batches:
         return len(self._ready) >= size if self._split_size is None else self._sequences >= size * self._split_size
 
     def _note_opener(self, index: int, group: Group | None = None) -> None:
-        if self._awaited and self._opener is None and self._choose(self.left(self._awaited)) is not None:
+        if self._awaited and self._opener is None and self._choose(self.obtainable(self._awaited)) is not None:
             self._opener = index, group
 
     def _choose(self, size: int) -> list[int] | None:

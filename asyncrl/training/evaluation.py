@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from asyncrl.concurrency.endings import WhenBegun
+from asyncrl.concurrency.endings import LazyCoroutine
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.events import EvaluationFinished, Events, Notice
 from asyncrl.rollout.border import checked_rows
@@ -64,7 +64,7 @@ class Evaluator:
 
         async with anyio.create_task_group() as tasks:
             for index, row in enumerate(checked_rows(self.rows)):
-                tasks.start_soon(WhenBegun, run, index, row)
+                tasks.start_soon(LazyCoroutine, run, index, row)
         if not groups:
             raise failed[0]
         metrics = {**_metrics(groups), "failed_rows": float(len(failed))}

@@ -11,7 +11,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.checkpoint.state import RunState
-from asyncrl.concurrency.endings import Endings, WhenBegun
+from asyncrl.concurrency.endings import FirstErrorStack, LazyCoroutine
 from asyncrl.observe.lag import LoopLag
 from asyncrl.observe.metrics import COUNTED, MetricsRecorder
 from asyncrl.observe.untrained import Untrained
@@ -45,7 +45,7 @@ class RunObservers:
             sampler=session.policy.sampler,
         )
 
-    def subscribe(self, end: Endings) -> None:
+    def subscribe(self, end: FirstErrorStack) -> None:
         """Look at the events of the run until ``end``, which closes the ledger."""
         end.callback(self._events.subscribe(self.ledger.observe, kinds=ENTERED))
         end.callback(self._events.subscribe(self.recorder.observe, kinds=COUNTED))
@@ -54,8 +54,8 @@ class RunObservers:
 
     def start(self, tasks: TaskGroup) -> None:
         """Look at the loop and at what does not happen, until ``tasks`` are cancelled."""
-        tasks.start_soon(WhenBegun, self._lag.run)
-        tasks.start_soon(WhenBegun, self._watchdog.run)
+        tasks.start_soon(LazyCoroutine, self._lag.run)
+        tasks.start_soon(LazyCoroutine, self._watchdog.run)
 
     def take(self, gauges: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics since the last call; ``gauges`` are values that only their owners know, read now."""

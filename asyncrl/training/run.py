@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio.abc import TaskGroup
 
-from asyncrl.concurrency.endings import Endings, FirstError
+from asyncrl.concurrency.endings import FirstError, FirstErrorStack
 from asyncrl.events import GroupBorn, Notice
 from asyncrl.observe.lag import settled_heap
 from asyncrl.rollout.border import shared_parts
@@ -77,7 +77,7 @@ class TrainingRun:
         """The task group for the run's loops, observed and saved. They are cancelled at the end of the block."""
         for name, reason in (*self.options.possible_losses(), *shared_parts(self.rows[0])):
             self.events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys={"reason": reason}))
-        async with Endings() as end:
+        async with FirstErrorStack() as end:
             self.observers.subscribe(end)
             end.push_async_callback(self.saver.save_at_end, self.record.state)
             with settled_heap(), self.first_error.raised():

@@ -26,7 +26,7 @@ from asyncrl.checkpoint.directory import RunDirectory
 from asyncrl.checkpoint.fingerprint import described, rows_digest
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.checkpoint.state import JournalEntry, RunState
-from asyncrl.concurrency.endings import Endings, WhenBegun, kept, note, noted
+from asyncrl.concurrency.endings import FirstErrorStack, LazyCoroutine, keeping_first_error, note, noting_on
 from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.events import Event, MemberResumed, Notice
@@ -103,7 +103,10 @@ class RunSaver:
         if signals and threading.current_thread() is not threading.main_thread():
             allowed = "() outside of the main thread, which is the only one that gets signals: run there, or stop by"
             raise ConfigError.for_value("checkpointing.on_signal", self._options.on_signal, f"{allowed} cancelling")
-        async with kept(cancelled_by(signals, on_first=self._say_that_it_stops)), Endings() as stack:
+        async with (
+            keeping_first_error(cancelled_by(signals, on_first=self._say_that_it_stops)),
+            FirstErrorStack() as stack,
+        ):
             lock = locked(self._files.path, "checkpointing.run_dir")
             await self._off_loop(lock.__enter__)
             stack.callback(lock.__exit__, None, None, None)
@@ -215,7 +218,7 @@ class RunSaver:
                     raise
                 note(failure, error)
             if failure is not None:
-                with noted(failure):
+                with noting_on(failure):
                     path = await self._off_loop(self._files.journal.refuse, entry.n, for_step=True)
                     failure.add_note(f"its batch is in {path}")
                 raise failure
@@ -229,7 +232,7 @@ class RunSaver:
 
     def save_regularly(self, tasks: TaskGroup, capture: Callable[[], RunState]) -> None:
         """Save what is being sampled every now and then, in ``tasks``, until they are cancelled."""
-        tasks.start_soon(WhenBegun, self._save_regularly, capture)
+        tasks.start_soon(LazyCoroutine, self._save_regularly, capture)
 
     async def save_at_end(self, capture: Callable[[], RunState]) -> None:
         """Save once more, however the run ends. It must not hide how: a save that fails is a notice."""

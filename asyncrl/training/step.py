@@ -11,7 +11,7 @@ from typing import Literal, Self, TypeAlias, get_args
 import anyio
 import anyio.lowlevel
 
-from asyncrl.concurrency.endings import noted
+from asyncrl.concurrency.endings import noting_on
 from asyncrl.errors import NonFiniteError
 from asyncrl.events import (
     BarrierOpened,
@@ -108,7 +108,7 @@ class TrainerStep:
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        with noted(error):
+        with noting_on(error):
             if self._is_committed:
                 self.finish(0.0)
             else:
@@ -130,7 +130,7 @@ class TrainerStep:
             self._wanted = 0
         else:
             groups = await self._run.batches.take_chunk(self._wanted, self._options.overlap)
-            self._wanted = self._run.batches.left(self._wanted - len(groups)) if groups else 0
+            self._wanted = self._run.batches.obtainable(self._wanted - len(groups)) if groups else 0
             self._end_wait()
         self.groups += groups
         if groups:
@@ -163,7 +163,7 @@ class TrainerStep:
         # From here to the end of the commit there is no await. Every owner counts the step as made, before anybody is
         # told: an observer may raise.
         version = None if settings is None else run.clock.commit()
-        run.admission.settle(version)
+        run.admission.end_batch(version)
         self._is_committed = True
         run.record.commit(self.n)
         if version is not None:

@@ -21,7 +21,7 @@ import anyio
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from asyncrl.concurrency.endings import WhenBegun, kept
+from asyncrl.concurrency.endings import LazyCoroutine, keeping_first_error
 from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.events import GroupAdmitted
@@ -41,8 +41,8 @@ async def _run(run: TrainingRun, consumer: Consumer[Step]) -> None:
     staged, versions = anyio.create_memory_object_stream[int](max(1, run.options.max_staleness))
     with staged, versions:
         async with run.opened() as tasks:
-            tasks.start_soon(WhenBegun, _publish, run, versions)
-            tasks.start_soon(WhenBegun, _admit, run)
+            tasks.start_soon(LazyCoroutine, _publish, run, versions)
+            tasks.start_soon(LazyCoroutine, _admit, run)
             await _train(run, consumer, staged)
 
 
@@ -50,12 +50,12 @@ async def _admit(run: TrainingRun) -> None:
     """Start a group whenever a slot is free. The end of the run ends it: a group that fails may have to be replaced."""
     async with anyio.create_task_group() as groups:
         for group in run.record.unfinished:  # an earlier process had admitted it
-            groups.start_soon(WhenBegun, run.roll_out, group)
+            groups.start_soon(LazyCoroutine, run.roll_out, group)
             await anyio.lowlevel.checkpoint()
         while True:
             group = await run.admission.admit()
             run.events.emit(GroupAdmitted(time=anyio.current_time(), group=group))
-            groups.start_soon(WhenBegun, run.roll_out, group)
+            groups.start_soon(LazyCoroutine, run.roll_out, group)
             # One group in a turn of the loop: a publication frees slots for hundreds, and their members starting
             # all at once would keep every tool and sample waiting.
             await anyio.lowlevel.checkpoint()
@@ -118,8 +118,8 @@ class AsyncTrainer(TrainingOptions):
             if self.checkpointing is not None:
                 saver = RunSaver(self.checkpointing, self, rows, steps)
             async with (
-                kept(saver.opened()),
-                kept(self.engine.opened(self.events, versions_in=saver.versions_in)) as session,
+                keeping_first_error(saver.opened()),
+                keeping_first_error(self.engine.opened(self.events, versions_in=saver.versions_in)) as session,
             ):
                 # How many servers there are may be seen only now; nothing is live on them yet.
                 self.require_versions(kept=session.policy.publisher.pins_versions)

@@ -19,7 +19,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl import events as kinds
-from asyncrl.concurrency.endings import Endings, FirstError, first_error, kept, noted
+from asyncrl.concurrency.endings import FirstError, FirstErrorStack, first_error, keeping_first_error, noting_on
 from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, NonFiniteError, ObserverError
 from asyncrl.events import Event, Events
@@ -65,13 +65,13 @@ async def _failing(error: Callable[[], BaseException] | None) -> AsyncGenerator[
 
 
 async def _in_kept(first: Callable[[], BaseException] | None, later: Callable[[], BaseException] | None) -> None:
-    async with kept(_failing(later)):
+    async with keeping_first_error(_failing(later)):
         if first is not None:
             raise first()
 
 
 async def _in_two_kept(first: Callable[[], BaseException] | None, later: Callable[[], BaseException] | None) -> None:
-    async with kept(_failing(later)), kept(_failing(later)):
+    async with keeping_first_error(_failing(later)), keeping_first_error(_failing(later)):
         if first is not None:
             raise first()
 
@@ -85,7 +85,7 @@ async def _in_a_stack(first: Callable[[], BaseException] | None, later: Callable
         await asyncio.sleep(0)
         fail()
 
-    async with Endings() as end:
+    async with FirstErrorStack() as end:
         await end.enter_async_context(_failing(later))
         end.callback(fail)
         end.push_async_callback(fail_soon)
@@ -100,7 +100,7 @@ async def _in_an_except_block(
         if first is not None:
             raise first()
     except BaseException as error:
-        with noted(error):
+        with noting_on(error):
             if later is not None:
                 raise later() from None
         raise
@@ -558,7 +558,7 @@ def test_what_observers_raise_at_the_end_is_a_note() -> None:
     events.subscribe(observe)
 
     async def end() -> None:
-        async with Endings() as stack:
+        async with FirstErrorStack() as stack:
             stack.callback(events.emit, kinds.Notice(time=0.0, name="state_not_saved", keys={}))
             raise NonFiniteError("first")
 

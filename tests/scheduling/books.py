@@ -85,7 +85,7 @@ class Books:
         for admission in self._admissions:
             assert admission.admitted == len(self.admitted)
             assert admission.outstanding == self.outstanding
-            assert admission.held == held
+            assert admission.slots_in_use == held
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def test_slots_come_back_at_publication() -> None:
         admission.birth(group, 0)
     admission.take([0, 1])
     assert admission.admit_nowait() is None
-    admission.settle(1)
+    admission.end_batch(1)
     assert admission.admit_nowait() is None
     admission.published(1)
     assert admission.admit_nowait() == 2
@@ -57,8 +57,8 @@ def test_slots_of_a_batch_without_gradient_come_back_at_once() -> None:
     admission.admit_nowait()
     admission.birth(0, 0)
     admission.take([0])
-    admission.settle(None)
-    assert admission.held == 0
+    admission.end_batch(None)
+    assert admission.slots_in_use == 0
     assert admission.admit_nowait() == 1
 
 
@@ -69,7 +69,7 @@ async def test_admission_waits_for_a_slot_and_can_be_cancelled() -> None:
     assert await admission.admit() == 0
     with anyio.move_on_after(1):
         await admission.admit()
-    assert admission.held == 1
+    assert admission.slots_in_use == 1
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(admission.admit)
         await anyio.sleep(1)

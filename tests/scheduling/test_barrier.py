@@ -138,7 +138,7 @@ class _Owners:
         """The batch makes a version, or has no gradient."""
         self.training = False
         version = self.clock.commit() if signal else None
-        self.admission.settle(version)
+        self.admission.end_batch(version)
         if version is not None:
             self.unpublished.append(version)
 
@@ -176,7 +176,7 @@ class _Owners:
         """What must hold after every move."""
         dues = [*self.running.values(), *(due for due in self.ready.values() if due is not None)]
         assert self.admission.outstanding == self.outstanding
-        assert self.admission.held == self.held <= self.slots
+        assert self.admission.slots_in_use == self.held <= self.slots
         assert Counter(self.admission.due_counts) == Counter(dues)
         assert self.batches.ready == len(self.ready)
         upcoming = self.clock.committed + self.training

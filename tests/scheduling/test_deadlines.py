@@ -109,11 +109,11 @@ def _play(shape: Shape, seed: int) -> tuple[Run, set[int]]:
     held: list[int] = []
     with watched(Admission) as admissions:
         run.bus.subscribe(allowance.observe)
-        run.bus.subscribe(lambda event: held.extend(admission.held for admission in admissions))
+        run.bus.subscribe(lambda event: held.extend(admission.slots_in_use for admission in admissions))
         run_virtual(run.to_the_end, seed=seed)
     assert max(held) <= shape.slots
     [admission] = admissions
-    assert (admission.admitted, admission.outstanding, admission.held) == (shape.groups, 0, 0)
+    assert (admission.admitted, admission.outstanding, admission.slots_in_use) == (shape.groups, 0, 0)
     assert len(run.steps) == shape.steps
     assert_nothing_is_held(run)
     assert allowance.excess == []
