@@ -51,22 +51,22 @@ class Transcripts:
         """The groups that ended, by and in the order of their admission."""
         return dict(sorted(self._groups.items()))
 
-    def segment_sampled(self, event: EventFields) -> None:
+    def on_segment_sampled(self, event: EventFields) -> None:
         """A request of a trajectory was answered."""
         if event["group"] % self._stride == 0:
             self._active.setdefault(event["group"], defaultdict(_Transcript))[event["member"]].segment(event)
 
-    def tool_called(self, event: EventFields) -> None:
+    def on_tool_called(self, event: EventFields) -> None:
         """The environment has answered, so the turn was complete."""
         transcript = self._active.get(event["group"], {}).get(event["member"])
         if transcript is not None:
             transcript.turn_over = True
 
-    def member_failed(self, event: EventFields) -> None:
+    def on_member_failed(self, event: EventFields) -> None:
         """An attempt is no trajectory."""
         self._active.get(event["group"], {}).pop(event["member"], None)
 
-    def member_ended(self, event: EventFields) -> None:
+    def on_member_finished(self, event: EventFields) -> None:
         """With a reward, or discarded as a straggler: then it did not end by itself."""
         transcript = self._active.get(event["group"], {}).pop(event["member"], None)
         if transcript is not None:
@@ -76,7 +76,9 @@ class Transcripts:
                 truncated=event["event"] == "member_discarded" or bool(event.get("truncated")),
             )
 
-    def group_finished(self, event: EventFields) -> None:
+    on_member_discarded = on_member_finished
+
+    def on_group_finished(self, event: EventFields) -> None:
         """All members ended: keep the group's scripts."""
         members = self._ended.pop(event["group"], {})
         self._active.pop(event["group"], None)
@@ -180,7 +182,7 @@ class _Intervals:
 
 
 class _Reader:
-    """Owns what was read so far. One method for each event that matters."""
+    """Owns what was read so far. Here and in ``Transcripts``, ``on_NAME`` takes note of the event of that name."""
 
     def __init__(self) -> None:
         self.steps: list[StepEnd] = []
@@ -195,28 +197,13 @@ class _Reader:
         self._batches: defaultdict[int, int] = defaultdict(int)
         self._taken: float | None = None
         self._committed: float | None = None
-        self._handlers: dict[str, Callable[[EventFields], None]] = {
-            "group_admitted": self._group_admitted,
-            "group_born": self._group_born,
-            "segment_sampled": self._segment_sampled,
-            "tool_called": self._transcripts.tool_called,
-            "member_failed": self._transcripts.member_failed,
-            "member_finished": self._transcripts.member_ended,
-            "member_discarded": self._transcripts.member_ended,
-            "group_finished": self._transcripts.group_finished,
-            "batch_taken": self._batch_taken,
-            "chunk_trained": self._chunk_trained,
-            "learner_stepped": self._learner_stepped,
-            "version_published": self._version_published,
-            "evaluation_finished": self._evaluation_finished,
-            "step_finished": self._step_finished,
-        }
 
     def read(self, event: EventFields) -> None:
         """Take note of one event."""
-        handler = self._handlers.get(event["event"])
-        if handler is not None:
-            handler(event)
+        for owner in (self, self._transcripts):
+            handler: Callable[[EventFields], None] | None = getattr(owner, f"on_{event['event']}", None)
+            if handler is not None:
+                handler(event)
 
     def recording(self) -> Recording:
         """The whole run."""
@@ -248,42 +235,41 @@ class _Reader:
             group_size=max((len(group.members) for group in groups), default=0),
         )
 
-    def _group_admitted(self, event: EventFields) -> None:
+    def on_group_admitted(self, event: EventFields) -> None:
         self._admitted[event["group"]] = event["time"]
 
-    def _group_born(self, event: EventFields) -> None:
+    def on_group_born(self, event: EventFields) -> None:
         self._max_staleness = max(self._max_staleness, event["due"] - event["version"])
         admitted = self._admitted.pop(event["group"], None)
         if admitted is not None:
             # Of all groups the one that waited the least for a slot.
             self._reset_s = min(self._reset_s, event["time"] - admitted)
 
-    def _segment_sampled(self, event: EventFields) -> None:
+    def on_segment_sampled(self, event: EventFields) -> None:
         uncached = event["prompt_tokens"] - event["cached_tokens"]
         self._requests.add(event["time"] - event["seconds"], event["time"], 1, event["tokens"], uncached)
-        self._transcripts.segment_sampled(event)
 
-    def _batch_taken(self, event: EventFields) -> None:
+    def on_batch_taken(self, event: EventFields) -> None:
         self._batches[event["n"]] += len(event["groups"])
         self._taken = event["time"]
 
-    def _chunk_trained(self, event: EventFields) -> None:
+    def on_chunk_trained(self, event: EventFields) -> None:
         # From the taking of the batch, so that making sequences of it counts.
         started = event["time"] - event["seconds"] if self._taken is None else self._taken
         self._passes.add(started, event["time"], 1, event["sequences"], event["tokens"])
 
-    def _learner_stepped(self, event: EventFields) -> None:
+    def on_learner_stepped(self, event: EventFields) -> None:
         self._optimizer.add(event["time"] - event["seconds"], event["time"], 1)
         self._committed = event["time"]
 
-    def _version_published(self, event: EventFields) -> None:
+    def on_version_published(self, event: EventFields) -> None:
         self._publication.add(event["time"] - event["seconds"], event["time"], 1)
 
-    def _evaluation_finished(self, event: EventFields) -> None:
+    def on_evaluation_finished(self, event: EventFields) -> None:
         # Staging ended before it, but nothing says when.
         self._committed = None
 
-    def _step_finished(self, event: EventFields) -> None:
+    def on_step_finished(self, event: EventFields) -> None:
         if self._committed is not None:
             self._staging.add(self._committed, event["time"], 1)
         evaluation_s = event.get("metrics", {}).get("evaluation/seconds") or 0.0
