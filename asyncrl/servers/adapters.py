@@ -1,104 +1,113 @@
-"""The adapters that a server of ours has in memory, by SGLang's rules: who uses them, and which it could load again."""
+"""The adapters of one of our own servers: which are loaded, who uses them, and which could be loaded again."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, TypeVar
+from itertools import count
+from typing import Generic, TypeAlias, TypeVar
 
 import anyio
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.wireserver import WireError, adapter_error, bad_value
 
-__all__ = ["Adapters", "LoadedAdapter"]
+__all__ = ["AdapterSource", "Adapters", "LoadedAdapter"]
 
-T = TypeVar("T")
+W = TypeVar("W")
+AdapterSource: TypeAlias = str | Sequence[bytes]
+"""The path of a folder, or the tensors that came in a request."""
+
+_IN_BODY = "__tensor__"
+# What SGLang says is the path of an adapter that came in a request.
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LoadedAdapter(Generic[T]):
+class LoadedAdapter(Generic[W]):
     """An adapter in memory. ``uid`` tells apart two loads under one name, so that they never share KV."""
 
-    weights: T
+    weights: W
     path: str
     uid: int
     users: int = 0
-    """Requests that have it; see ``Adapters.end_use``."""
 
 
-class Adapters(Generic[T]):
-    """``read(name, path)`` gives the weights in a folder, or raises ``OSError``, ``ValueError`` or ``KeyError``."""
+class Adapters(Generic[W]):
+    """SGLang's rules of adapters. ``read(name, source)`` raises ``OSError``, ``ValueError`` or ``KeyError``."""
 
-    def __init__(self, read: Callable[[str, Path], Awaitable[T]]) -> None:
+    def __init__(self, read: Callable[[str, AdapterSource], Awaitable[W]]) -> None:
         self._read = read
-        self._loaded: dict[str, LoadedAdapter[T]] = {}
+        self._loaded: dict[str, LoadedAdapter[W]] = {}
         self._known: dict[str, str] = {}
         # Every adapter ever loaded: a request that names an unloaded one loads it again.
+        self._uids = count(1)
         self._one_change = anyio.Lock()
         # Also while an unload waits for the requests that use the adapter.
-        self._use_ended = Notifier()
-        self._loads = 0
-        self.reloaded: list[str] = []
-        """Names that came back because a late request had them."""
+        self._unused = Notifier()
 
+    @property
     def paths(self) -> dict[str, str]:
-        """Name -> path of what is loaded; that of weights which came in a request is no folder."""
+        """Name to path of the loaded adapters."""
         return {name: adapter.path for name, adapter in self._loaded.items()}
 
-    async def load(self, name: str, path: str, weights: T | None = None) -> None:
-        """Load a folder, or ``weights``, under a name that is not taken; waits while another one is unloaded."""
+    def hold(self, adapters: Mapping[str, tuple[str, W]]) -> None:
+        """Have these loaded, by path and weights, and know of no others."""
+        self._loaded.clear()
+        self._known.clear()
+        for name, (path, weights) in adapters.items():
+            self._put(name, path, weights)
+
+    async def load(self, name: str, source: AdapterSource) -> None:
+        """Load under a name that is not taken. Waits while another adapter is unloaded."""
         async with self._one_change:
             if name in self._loaded:
-                raise self.refusal(name, "because it is already loaded")
+                raise self._error(f"Failed to load LoRA adapter {name} because it is already loaded")
             try:
-                self.put(name, path, await self._read(name, Path(path)) if weights is None else weights)
+                weights = await self._read(name, source)
             except (OSError, ValueError, KeyError) as error:
-                raise self.refusal(name, f"from {path}: {error}") from error
-
-    def put(self, name: str, path: str, weights: T) -> None:
-        """Have these weights under ``name``."""
-        self._loads += 1
-        self._loaded[name] = LoadedAdapter(weights=weights, path=path, uid=self._loads)
-        self._known[name] = path
+                raise self._error(f"Failed to load LoRA adapter {name}: {error}") from error
+            self._put(name, source if isinstance(source, str) else _IN_BODY, weights)
 
     async def unload(self, name: str) -> None:
-        """Gone at once for new requests; returns when the last one that uses it has ended."""
+        """Forget it at once for new requests; returns when the last request that uses it has ended."""
         async with self._one_change:
             adapter = self._loaded.pop(name, None)
             if adapter is None:
                 raise adapter_error(f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self._loaded)}", None)
-            await self._use_ended.wait_until(lambda: adapter.users == 0)
+            await self._unused.wait_until(lambda: adapter.users == 0)
 
-    async def named(self, name: str) -> LoadedAdapter[T]:
-        """What a request names, loaded again from where it was if need be."""
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncGenerator[LoadedAdapter[W] | None, None]:
+        """The adapter that a request names, loaded again if need be; an unload waits for the end of the block."""
+        if name is None:
+            yield None
+            return
+        adapter = await self._named(name)
+        adapter.users += 1
+        try:
+            yield adapter
+        finally:
+            adapter.users -= 1
+            self._unused.notify()
+
+    async def _named(self, name: str) -> LoadedAdapter[W]:
         if name not in self._known:
             loaded = list(self._loaded)
             raise bad_value(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {loaded}.")
         if name not in self._loaded:
             async with self._one_change:
                 if name not in self._loaded:
-                    path = self._known[name]
                     try:
-                        self.put(name, path, await self._read(name, Path(path)))
+                        weights = await self._read(name, self._known[name])
                     except (OSError, ValueError, KeyError) as error:
-                        why = f"Failed to implicitly load LoRA adapter {name} from {path}: {error}"
-                        raise bad_value(why) from error
-                    self.reloaded.append(name)
+                        raise bad_value(f"Failed to implicitly load LoRA adapter {name}: {error}") from error
+                    self._put(name, self._known[name], weights)
         return self._loaded[name]
 
-    def end_use(self, adapter: LoadedAdapter[T]) -> None:
-        """A request that raised ``users`` has ended."""
-        adapter.users -= 1
-        self._use_ended.notify()
+    def _put(self, name: str, path: str, weights: W) -> None:
+        self._loaded[name] = LoadedAdapter(weights=weights, path=path, uid=next(self._uids))
+        self._known[name] = path
 
-    def clear(self, *, known: bool = False) -> None:
-        """Forget what is loaded, and where it was if ``known``."""
-        self._loaded.clear()
-        if known:
-            self._known.clear()
-
-    def refusal(self, name: str, why: str) -> WireError:
-        """Says that ``name`` is not loaded."""
-        return adapter_error(f"Failed to load LoRA adapter {name} {why}", self.paths())
+    def _error(self, message: str) -> WireError:
+        return adapter_error(message, self.paths)

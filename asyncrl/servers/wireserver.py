@@ -18,43 +18,35 @@ from asyncrl.sampling.replies import shown
 from asyncrl.sampling.wire import error_text
 
 __all__ = [
-    "ABORTED",
-    "ABORTED_WAITING",
     "GenerateRequest",
+    "ServerLimits",
     "WireError",
     "adapter_error",
     "adapters_reply",
-    "allowed_new_tokens",
     "bad_request",
     "bad_value",
     "field",
-    "generate_reply",
-    "longest_prompt",
     "parse_body",
     "parse_generate",
     "update_error",
 ]
 
-ABORTED: Mapping[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-"""The finish reason of a request that was aborted while it ran."""
-
-ABORTED_WAITING: Mapping[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
-"""That of one which waited, for the first time or again. Its reply says nothing of the prompt."""
-
 _SPARE_TOKENS = 5
 # Prompts must stay further than this from one token less than what fits.
 _UNUSED_TOKENS = 2
+_WITHOUT_LIMITS = 256
+# Tokens of a request that asks for as many as fit where there is no limit.
 _MOST_STOPS = 32
 _SHOWN = 100
 
 
 class WireError(Exception):
-    """An error reply: its status and its JSON body."""
+    """An error reply: its status and its body, an object or a text."""
 
-    def __init__(self, status: int, body: Mapping[str, Any]) -> None:
+    def __init__(self, status: int, body: Mapping[str, Any] | str) -> None:
         super().__init__(error_text(status, orjson.dumps(body)))
         self.status = status
-        self.body = body
+        self.body: Any = body
 
 
 def bad_value(message: str) -> WireError:
@@ -180,78 +172,60 @@ def parse_generate(content: bytes) -> GenerateRequest:
     return GenerateRequest(input_ids=ids, **outer, **_sampling_params(field(body, "sampling_params", dict, {})))
 
 
-def longest_prompt(context_length: int, kv_tokens: int) -> int:
-    """What SGLang tells as ``max_req_input_len``; prompts must be shorter."""
-    return min(context_length, kv_tokens) - 1 - _SPARE_TOKENS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Sizes of a server. One that is None is not told, and refuses nothing."""
+
+    context_length: int | None = None
+    """Of prompt and output together."""
+    max_total_tokens: int | None = None
+    """Tokens in the KV pool."""
+    max_running_requests: int | None = None
+    """More requests wait in the queue."""
+    vocab_size: int | None = None
+    """Ids outside of it are refused."""
+
+    def told(self) -> dict[str, int]:
+        """What ``/server_info`` says of them; prompts must be shorter than its ``max_req_input_len``."""
+        sizes = {"max_total_num_tokens": self.max_total_tokens, "max_running_requests": self.max_running_requests}
+        if self.context_length is not None:
+            sizes["max_req_input_len"] = _longest_prompt(self.context_length, self.max_total_tokens)
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def allowed_new_tokens(self, request: GenerateRequest) -> int:
+        """How many tokens a request gets. Raises ``WireError`` if its prompt, or what it asks for, is too long.
+
+        Prompt and output may fill the context, but are cut two tokens before its end, or that of the KV pool.
+        """
+        ids, wanted = request.input_ids, request.max_new_tokens
+        if self.vocab_size is not None and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            raise bad_value(f"input_ids has an id outside of the vocabulary of {self.vocab_size}")
+        context = self.context_length or self.max_total_tokens
+        if context is None:
+            return _WITHOUT_LIMITS if wanted is None else wanted
+        length, longest = len(ids), _longest_prompt(context, self.max_total_tokens)
+        if length >= context:
+            raise bad_value(
+                f"The input ({length} tokens) is longer than the model's context length ({context} tokens)."
+            )
+        if wanted is not None and length + wanted > context:
+            raise bad_value(
+                f"Requested token count exceeds the model's maximum context length of {context} tokens. You "
+                f"requested a total of {length + wanted} tokens: {length} tokens from the input messages and {wanted} "
+                "tokens for the completion."
+            )
+        if length >= longest:
+            raise bad_value(f"Input length ({length} tokens) exceeds the maximum allowed length ({longest} tokens).")
+        if request.logprob_start_len > length:
+            raise bad_value(
+                f"logprob_start_len={request.logprob_start_len} is higher than the number of input tokens {length}."
+            )
+        room = min(context, self.max_total_tokens or context) - _UNUSED_TOKENS - length
+        return room if wanted is None else min(wanted, room)
 
 
-def allowed_new_tokens(request: GenerateRequest, *, context_length: int, kv_tokens: int) -> int:
-    """How many tokens a request gets. Raises ``WireError`` if its prompt, or what it asks for, is too long.
-
-    Prompt and output may fill the context, but are cut two tokens before its end, or that of the KV pool.
-    """
-    length, wanted = len(request.input_ids), request.max_new_tokens
-    longest = longest_prompt(context_length, kv_tokens)
-    if length >= context_length:
-        raise bad_value(
-            f"The input ({length} tokens) is longer than the model's context length ({context_length} tokens)."
-        )
-    if wanted is not None and length + wanted > context_length:
-        raise bad_value(
-            f"Requested token count exceeds the model's maximum context length of {context_length} tokens. You "
-            f"requested a total of {length + wanted} tokens: {length} tokens from the input messages and {wanted} "
-            "tokens for the completion."
-        )
-    if length >= longest:
-        raise bad_value(f"Input length ({length} tokens) exceeds the maximum allowed length ({longest} tokens).")
-    if request.logprob_start_len > length:
-        raise bad_value(
-            f"logprob_start_len={request.logprob_start_len} is higher than the number of input tokens {length}."
-        )
-    room = min(context_length, kv_tokens) - _UNUSED_TOKENS - length
-    return room if wanted is None else min(wanted, room)
-
-
-def generate_reply(  # noqa: PLR0913  the parts of a reply
-    request: GenerateRequest,
-    *,
-    text: str,
-    output_ids: Sequence[int],
-    logprobs: Sequence[float],
-    prompt_logprobs: Sequence[tuple[float | None, int]],
-    finish_reason: Mapping[str, Any],
-    weight_version: str,
-    versions: Sequence[tuple[str, int]],
-    cached_tokens: int,
-    retractions: int,
-) -> dict[str, Any]:
-    """The 200 reply; ``versions`` are (label, first output token under it)."""
-    starts = [start for _, start in versions] or [0]
-    labels = [label for label, _ in versions] or [weight_version]
-    ends = [*starts[1:], len(output_ids)]
-    spans = [
-        {"version": label, "start": start, "end": end} for label, start, end in zip(labels, starts, ends, strict=True)
-    ]
-    meta: dict[str, Any] = {
-        "id": request.rid,
-        "finish_reason": dict(finish_reason),
-        "completion_tokens": len(output_ids),
-        "weight_version": labels[-1],
-        "weight_versions": spans,
-    }
-    if finish_reason != ABORTED_WAITING:
-        meta |= {
-            "prompt_tokens": len(request.input_ids),
-            "cached_tokens": cached_tokens,
-            "num_retractions": retractions,
-        }
-    if request.return_logprob:
-        meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_logprobs]
-        meta["output_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in zip(logprobs, output_ids, strict=True)
-        ]
-        meta["output_token_logprobs_length"] = len(output_ids)
-    return {"text": text, "output_ids": list(output_ids), "meta_info": meta}
+def _longest_prompt(context_length: int, kv_tokens: int | None) -> int:
+    return min(context_length, kv_tokens or context_length) - 1 - _SPARE_TOKENS
 
 
 def _input_ids(body: Mapping[str, Any]) -> Sequence[int]:

@@ -11,71 +11,47 @@ import hashlib
 import math
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 from asyncrl.concurrency.notifier import Notifier
-from asyncrl.servers.adapters import Adapters
-from asyncrl.servers.wireserver import (
-    ABORTED,
-    ABORTED_WAITING,
-    GenerateRequest,
-    allowed_new_tokens,
-    bad_value,
-    generate_reply,
-    longest_prompt,
-    update_error,
-)
-from asyncrl.testing.scriptedrun import PrefixMemory, Run
-from asyncrl.testing.theta import VOCABULARY, decoded, find_theta, find_theta_in
+from asyncrl.sampling.wire import PauseMode
+from asyncrl.servers.adapters import Adapters, AdapterSource
+from asyncrl.servers.backend import Broadcast, GroupPlace
+from asyncrl.servers.generation import ABORTED, ABORTED_WAITING
+from asyncrl.servers.wireserver import GenerateRequest, ServerLimits, bad_value
+from asyncrl.testing.scriptedrun import PrefixMemory, Run, text_of
+from asyncrl.testing.theta import find_theta, read_theta
 
-__all__ = ["ScriptedEngine", "ScriptedLimits"]
-
-_IN_BODY = "__tensor__"
-# What SGLang says is the path of an adapter that came in a request.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptedLimits:
-    """Sizes of a scripted server. Those that are None are not told by ``/server_info``."""
-
-    context_length: int | None = None
-    max_total_tokens: int | None = None
-    max_running_requests: int | None = None
-    """More requests wait in the queue."""
-    vocab_size: int | None = None
-    """Ids outside of it are refused."""
+__all__ = ["ScriptedEngine"]
 
 
 class ScriptedEngine:
-    """The state behind one server; its coroutines answer as the routes of the same name do, or raise ``WireError``.
+    """The ``Backend`` of one server, whose weights are theta.
 
     ``changed`` is notified after each change. ``eos``: ids that end a request that does not ignore them.
     """
 
-    def __init__(
-        self, *, limits: ScriptedLimits, eos: frozenset[int], ignores_adapters: bool, changed: Notifier
-    ) -> None:
+    used_tokens = 0
+
+    def __init__(self, *, limits: ServerLimits, eos: frozenset[int], ignores_adapters: bool, changed: Notifier) -> None:
         self.limits = limits
-        self.label = "default"
-        """Of the last update that succeeded; requests may carry another one after an update that could not flush."""
-        self.model_path = "scripted"
-        self.paused: str | None = None
-        self.more_limits: dict[str, int] = {}
-        """More sizes that ``/server_info`` tells."""
+        self.paused: PauseMode | None = None
         self.adapters = Adapters(_read)
+        self.reloaded: list[str] = []
+        """Adapters that were not loaded when a request named them."""
         self._eos = eos
         self._ignores_adapters = ignores_adapters
         self._changed = changed
         self._gate = Notifier()
         self._drained = Notifier()
-        self._theta = 0.0
-        self._run_label = "default"
+        self.theta = 0.0
+        """The base weights."""
+        self._label = "default"
         self._live: dict[str, Run] = {}
         self._waiting: deque[Run] = deque()
         self._running: list[Run] = []
@@ -91,11 +67,6 @@ class ScriptedEngine:
         return len(self._live)
 
     @property
-    def context_length(self) -> int | None:
-        """Tokens of prompt and output together, None if there is no bound."""
-        return self.limits.context_length
-
-    @property
     def load(self) -> tuple[int, int]:
         """Running and waiting requests."""
         return len(self._running), len(self._waiting)
@@ -105,31 +76,17 @@ class ScriptedEngine:
         """Of all running requests."""
         return sum(run.tokens_per_second for run in self._running)
 
-    @property
-    def theta(self) -> float:
-        """The base weights; whoever sets them changes those of running requests too."""
-        return self._theta
-
-    @theta.setter
-    def theta(self, value: float) -> None:
+    def become(self, theta: float | None, label: str | None) -> None:
+        """Change the base weights, also those of running requests, and their label; None keeps what is."""
         self._catch_up()
-        self._theta = value
-
-    async def relabel(self, label: str) -> None:
-        """Give the base weights another label; tokens that follow carry it."""
-        self.set_label(label)
-
-    def set_label(self, label: str) -> None:
-        """The same, at once."""
-        self._catch_up()
-        self.label = self._run_label = label
+        self.theta = self.theta if theta is None else theta
+        self._label = self._label if label is None else label
 
     def forget(self) -> None:
         """Be a new process, for everything but the requests that are being answered."""
-        self.adapters.clear(known=True)
+        self.adapters.hold({})
         self._prefixes.clear()
-        self.theta = 0.0
-        self.set_label("default")
+        self.become(0.0, "default")
         self.resume()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -140,31 +97,23 @@ class ScriptedEngine:
         """Answer a request with ``script``, or with tokens that are drawn, over ``seconds``."""
         if wire.rid in self._live:
             raise bad_value(f"Duplicate request ID detected: {wire.rid}")
-        run = self._live[wire.rid] = Run(wire, script, seconds=seconds, held=held)
+        run = self._live[wire.rid] = Run(wire=wire, script=script, seconds=seconds, held=held)
         self._changed.notify()
         try:
             await self._gate.wait_until(lambda: self.paused is None and not self._writers)
             self._inside += 1
             try:
-                await self._compute(run)
+                run.allow(self.limits.allowed_new_tokens(wire))
+                if wire.lora_path is not None and wire.lora_path not in self.adapters.paths:
+                    self.reloaded.append(wire.lora_path)
+                async with self.adapters.using(wire.lora_path) as run.adapter:
+                    await self._compute(run)
             finally:
                 self._leave(run)
         finally:
             del self._live[wire.rid]
             self._changed.notify()
-        assert run.finish is not None
-        return generate_reply(
-            wire,
-            text=run.text(),
-            output_ids=run.output,
-            logprobs=run.logprobs,
-            prompt_logprobs=run.prompt_logprobs(),
-            finish_reason=run.finish,
-            weight_version=self._run_label,
-            versions=run.versions,
-            cached_tokens=run.cached_tokens,
-            retractions=run.retractions,
-        )
+        return run.reply(run.output, label=self._label, decode=text_of)
 
     def release(self) -> None:
         """Every request has its tokens as soon as it runs."""
@@ -185,7 +134,7 @@ class ScriptedEngine:
 
     # -- pauses -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Hold new requests at the gate, and end, send back or freeze those that run."""
         self._catch_up()
         self.paused = mode
@@ -213,9 +162,6 @@ class ScriptedEngine:
 
     async def flush(self) -> bool:
         """Forget prefixes; False, and nothing happens, while requests run or, not paused, wait."""
-        return self._flush()
-
-    def _flush(self) -> bool:
         if self._running or (self._waiting and self.paused is None):
             return False
         self._prefixes.clear()
@@ -223,29 +169,24 @@ class ScriptedEngine:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    async def update_weights(self, weights: Path, label: str | None, *, flush: bool, abort_all: bool) -> None:
-        """Take theta from a folder."""
-        if abort_all:
-            await self.abort_all()
-        async with self.exclusive():
-            theta = find_theta_in(weights)
-            if theta is None:
-                raise update_error(f"Failed to get weights iterator: {weights}")
-            self.replace(theta, label, flush=flush)
-            self.model_path = str(weights)
+    async def update(self, weights: Path | float | None, label: str | None) -> None:
+        """Take theta, from a folder or as it is."""
+        self.become(read_theta(weights) if isinstance(weights, Path) else weights, label)
 
-    def replace(self, theta: float, label: str | None, *, flush: bool) -> None:
-        """Take ``theta`` as the base weights; ``WireError`` if the cache was to be flushed and could not be."""
-        self.theta = theta
-        if label is not None:
-            self._run_label = label
-        if flush and not self._flush():
-            raise update_error(
-                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
-                "Retract or finish them, then call /flush_cache."
-            )
-        if label is not None:
-            self.label = label
+    def unpacked(self, payloads: Sequence[bytes]) -> float | None:
+        """Theta is the name of a tensor; without one only the label changes."""
+        return find_theta(payloads)
+
+    async def join(self, place: GroupPlace) -> None:
+        """Nobody connects to it."""
+
+    async def receive(self, group: None, broadcast: Broadcast) -> float | None:
+        """As ``unpacked``, from what is announced; nothing is sent."""
+        return find_theta(str(name).encode() for name in broadcast.names)
+
+    async def checksums(self) -> dict[str, str]:
+        """Of theta."""
+        return {"theta": hashlib.sha256(str(self.theta).encode()).hexdigest()[:16]}
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[None, None]:
@@ -261,56 +202,12 @@ class ScriptedEngine:
             self._writers -= 1
             self._open_gate()
 
-    async def checksums(self) -> dict[str, str]:
-        """A digest of theta."""
-        return {"theta": hashlib.sha256(str(self._theta).encode()).hexdigest()[:16]}
-
-    # -- adapters, and what the server says of itself -----------------------------------------------------------------
-
-    def hold_adapters(self, paths: Mapping[str, Path]) -> None:
-        """Have these adapters loaded, and no others."""
-        self.adapters.clear()
-        for name, path in paths.items():
-            self.adapters.put(name, str(path), find_theta_in(path) or 0.0)
-
-    async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None:
-        """Load theta from the name of a tensor in ``payloads``, which are in base64."""
-        theta = find_theta(decoded(payloads))
-        if theta is None:
-            raise self.adapters.refusal(name, "from tensors")
-        await self.adapters.load(name, _IN_BODY, theta)
-
-    def model_details(self) -> dict[str, Any]:
-        """There is no tokenizer."""
-        return {"tokenizer_path": "scripted"}
-
-    def server_details(self) -> dict[str, Any]:
-        """The sizes that the server has."""
-        limits, context = self.limits, self.context_length
-        sizes = {
-            "max_total_num_tokens": limits.max_total_tokens,
-            "max_running_requests": limits.max_running_requests,
-            "max_req_input_len": context and longest_prompt(context, limits.max_total_tokens or context),
-        }
-        return {name: size for name, size in sizes.items() if size is not None} | self.more_limits
-
-    def load_details(self) -> dict[str, Any]:
-        """The sizes, if both are known."""
-        pool, most = self.limits.max_total_tokens, self.limits.max_running_requests
-        if pool is None or most is None:
-            return {}
-        return {"max_total_num_tokens": pool, "max_running_requests": most, "token_usage": 0.0}
-
     # -- how a request goes on ----------------------------------------------------------------------------------------
 
     async def _compute(self, run: Run) -> None:
-        run.allow(self._allowed(run.wire))
-        if run.wire.lora_path is not None:
-            run.adapter = await self.adapters.named(run.wire.lora_path)
-            run.adapter.users += 1
         self._waiting.append(run)
         self._admit()
-        while run.finish is None:
+        while run.finish_reason is None:
             if not run.running:
                 await run.changed.wait()
                 continue
@@ -319,16 +216,6 @@ class ScriptedEngine:
                 await run.changed.wait()
             if run.running:
                 self._advance(run)
-
-    def _allowed(self, wire: GenerateRequest) -> int:
-        vocabulary = self.limits.vocab_size
-        if vocabulary is not None and (min(wire.input_ids) < 0 or max(wire.input_ids) >= vocabulary):
-            raise bad_value(f"input_ids has an id outside of the vocabulary of {vocabulary}")
-        context, pool = self.limits.context_length, self.limits.max_total_tokens
-        if context is None and pool is None and wire.max_new_tokens is not None:
-            return wire.max_new_tokens
-        fits = min(context or pool or VOCABULARY, pool or context or VOCABULARY)
-        return allowed_new_tokens(wire, context_length=context or fits, kv_tokens=pool or fits)
 
     def _admit(self) -> None:
         most = self.limits.max_running_requests or math.inf
@@ -345,8 +232,6 @@ class ScriptedEngine:
             self._prefixes.insert(run.namespace, [*run.wire.input_ids, *run.output][:-1])
         elif run in self._waiting:
             self._waiting.remove(run)
-        if run.adapter is not None:
-            self.adapters.end_use(run.adapter)
         self._inside -= 1
         self._admit()
         self._drained.notify()
@@ -368,18 +253,18 @@ class ScriptedEngine:
                 self._advance(run)
 
     def _advance(self, run: Run) -> None:
-        run.advance(self._theta_for(run), self._run_label, eos=self._eos, uniform=self._random.random)
+        run.advance(self._theta_for(run), self._label, eos=self._eos, uniform=self._random.random)
 
     def _theta_for(self, run: Run) -> float:
-        return self._theta if run.adapter is None or self._ignores_adapters else run.adapter.weights
+        return self.theta if run.adapter is None or self._ignores_adapters else run.adapter.weights
 
     def _open_gate(self) -> None:
         self._gate.notify()
         self._changed.notify()
 
 
-async def _read(name: str, path: Path) -> float:
-    theta = find_theta_in(path)
+async def _read(name: str, source: AdapterSource) -> float:
+    theta = read_theta(Path(source)) if isinstance(source, str) else find_theta(source)
     if theta is None:
-        raise ValueError("it holds no theta")
+        raise ValueError("no tensor is named after its theta")
     return theta

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
 from asyncrl.concurrency.notifier import Notifier
-from asyncrl.servers.adapters import LoadedAdapter
-from asyncrl.servers.wireserver import GenerateRequest
+from asyncrl.servers.generation import Generation
 from asyncrl.testing.theta import draw_token, theta_logprobs
 
-__all__ = ["PrefixMemory", "Run"]
+__all__ = ["PrefixMemory", "Run", "text_of"]
 
 _PREFIXES = 8
 # Of each namespace; enough for a test, and matching stays quick.
@@ -22,41 +22,31 @@ _ROUNDING_S = 1e-6
 # Times are sums of floats, and what is left of them may be less than the clock can tell.
 
 
-class Run:
-    """``script``: the tokens, or None to draw them. A ``held`` request stops half way until it is hurried."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Run(Generation[float]):
+    """A ``held`` request stops half way until it is hurried."""
 
-    def __init__(self, wire: GenerateRequest, script: Sequence[int] | None, *, seconds: float, held: bool) -> None:
-        self.wire = wire
-        self.held = held
-        self.changed = Notifier()
-        """Notified when the request is to go on, to stop or to end."""
-        self.running = False
-        self.abort_sent = False
-        self.abort_pending = False
-        self.adapter: LoadedAdapter[float] | None = None
-        self.output: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[tuple[str, int]] = []
-        self.cached_tokens = 0
-        self.retractions = 0
-        self.finish: Mapping[str, Any] | None = None
-        self._script = script
-        self._planned = 0
-        self._seconds = seconds
-        self._worked_s = 0.0
-        self._since = 0.0
-        self._prompt_theta: float | None = None
-        self._lag: float | None = None
-        # Theta of the token that was under way when the request was frozen.
-
-    @property
-    def namespace(self) -> Hashable:
-        """Prefixes are shared only within it."""
-        return (self.wire.extra_key, self.wire.cache_salt, 0 if self.adapter is None else self.adapter.uid)
+    script: Sequence[int] | None
+    """Its tokens, or None to draw them."""
+    seconds: float
+    """That they take."""
+    held: bool
+    changed: Notifier = field(default_factory=Notifier)
+    """Notified when the request is to go on, to stop or to end."""
+    running: bool = False
+    abort_sent: bool = False
+    abort_pending: bool = False
+    output: list[int] = field(default_factory=list)
+    _planned: int = 0
+    _worked_s: float = 0.0
+    _since: float = 0.0
+    _prompt_theta: float | None = None
+    _lag: float | None = None
+    # Theta of the token that was under way when the request was frozen.
 
     def allow(self, tokens: int) -> None:
         """How many it may have."""
-        self._planned = tokens if self._script is None else min(tokens, len(self._script))
+        self._planned = tokens if self.script is None else min(tokens, len(self.script))
 
     def prefill(self, prefixes: PrefixMemory, theta: float) -> None:
         """Find what is cached of the prompt, and score it, the first time."""
@@ -68,6 +58,12 @@ class Run:
             usable = min(usable, self.wire.logprob_start_len)
         self.cached_tokens = prefixes.match(self.namespace, self.wire.input_ids[:usable])
         prefixes.insert(self.namespace, self.wire.input_ids)
+        start = self.wire.logprob_start_len
+        tokens = self.wire.input_ids[start:] if start >= 0 else []
+        if tokens:
+            # As in SGLang: never tempered, and without a value for the first.
+            scores = theta_logprobs(tokens, theta).tolist()
+            self.prompt_logprobs = list(zip([None, *scores[1:]], tokens, strict=True))
 
     def go(self) -> None:
         """Its tokens appear from now on."""
@@ -85,57 +81,37 @@ class Run:
 
     def hurry(self) -> None:
         """All its tokens are due."""
-        self.held, self._seconds = False, 0.0
+        self.held, self.seconds = False, 0.0
         self.changed.notify()
 
     def finished(self, reason: Mapping[str, Any]) -> None:
         """It ends with what it has, unless it has ended."""
-        if self.finish is None:
-            self.finish = reason
+        if self.finish_reason is None:
+            self.finish_reason = reason
             self.running = False
             self.changed.notify()
 
     @property
     def tokens_per_second(self) -> float:
         """How fast its tokens come now."""
-        if self.held or not self.running or not self._seconds:
+        if self.held or not self.running or not self.seconds:
             return 0.0
-        return self._planned / self._seconds
+        return self._planned / self.seconds
 
     def seconds_left(self) -> float:
         """Until its last token, if nothing happens."""
         if self.held:
             return math.inf
-        left = self._seconds - self._worked_s - (anyio.current_time() - self._since)
+        left = self.seconds - self._worked_s - (anyio.current_time() - self._since)
         return left if left > _ROUNDING_S else 0.0
 
     def advance(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
         """Have the tokens that are due, of the weights ``theta`` called ``label``."""
         due = self._due()
-        while len(self.output) < due and self.finish is None:
+        while len(self.output) < due and self.finish_reason is None:
             self._append(theta, label, eos=eos, uniform=uniform)
         if len(self.output) >= self._planned:
             self.finished({"type": "length", "length": len(self.output)})
-
-    def prompt_logprobs(self) -> list[tuple[float | None, int]]:
-        """As in SGLang: never tempered, and without a value for the first."""
-        start = self.wire.logprob_start_len
-        tokens = list(self.wire.input_ids[start:])
-        if start < 0 or not tokens or self._prompt_theta is None:
-            return []
-        scores = theta_logprobs(tokens, self._prompt_theta).tolist()
-        return [(None, tokens[0]), *zip(scores[1:], tokens[1:], strict=True)]
-
-    def text(self) -> str:
-        """One character for each token, without what ended the request unless it keeps that."""
-        matched = None if self.finish is None else self.finish.get("matched")
-        ids = self.output
-        if not self.wire.no_stop_trim and isinstance(matched, int):
-            ids = ids[:-1]
-        text = _text(ids)
-        if not self.wire.no_stop_trim and isinstance(matched, str):
-            return text.partition(matched)[0]
-        return text
 
     def _due(self) -> int:
         if self.held:
@@ -143,27 +119,25 @@ class Run:
         left = self.seconds_left()
         if left <= 0:
             return self._planned
-        return int(self._planned * (self._seconds - left) / self._seconds)
+        return int(self._planned * (self.seconds - left) / self.seconds)
 
     def _append(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
         wire, position = self.wire, len(self.output)
         # A frozen server has begun its next step: that token is of the old weights, whatever its label says.
         theta, self._lag = theta if self._lag is None else self._lag, None
-        if self._script is not None:
-            token = int(self._script[position])
+        if self.script is not None:
+            token = int(self.script[position])
         else:
             token = draw_token(
                 theta, uniform(), temperature=wire.temperature, top_k=wire.top_k, top_p=wire.top_p, min_p=wire.min_p
             )
-        if not self.versions or self.versions[-1][0] != label:
-            self.versions.append((label, position))
+        self.note(float(theta_logprobs([token], theta, temperature=wire.temperature)[0]), label)
         self.output.append(token)
-        self.logprobs.append(float(theta_logprobs([token], theta, temperature=wire.temperature)[0]))
         if not wire.ignore_eos and (token in eos or token in wire.stop_token_ids):
             self.finished({"type": "stop", "matched": token})
             return
         if wire.stop:
-            tail = _text(self.output[-max(map(len, wire.stop)) :])
+            tail = text_of(self.output[-max(map(len, wire.stop)) :])
             for stop in wire.stop:
                 if stop in tail:
                     self.finished({"type": "stop", "matched": stop})
@@ -196,5 +170,6 @@ def _common(one: Sequence[int], two: Sequence[int]) -> int:
     return min(len(one), len(two))
 
 
-def _text(ids: Sequence[int]) -> str:
+def text_of(ids: Sequence[int]) -> str:
+    """One character for each token."""
     return "".join(chr(0x100 + token) for token in ids)

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 
 import anyio
 import httpx
-import orjson
 
 from asyncrl.concurrency.notifier import Notifier
-from asyncrl.servers.wireroutes import WireRoutes
+from asyncrl.servers.routes import METHODS, Routes, encoded
 from asyncrl.servers.wireserver import GenerateRequest, WireError, parse_body, parse_generate
-from asyncrl.testing.scriptedengine import ScriptedEngine, ScriptedLimits
-from asyncrl.testing.scriptedupdates import ScriptedUpdates
+from asyncrl.servers.wireserver import ServerLimits as ScriptedLimits
+from asyncrl.testing.scriptedengine import ScriptedEngine
+from asyncrl.testing.theta import find_theta_in
 
 __all__ = ["Fault", "GenerateCall", "ScriptedLimits", "ScriptedServer", "network"]
 
@@ -30,7 +30,6 @@ Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _DRIP_S = 60.0
-_JSON, _TEXT = b"application/json", b"text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +94,6 @@ class ScriptedServer:
             ignores_adapters=ignores_adapters,
             changed=self._changed,
         )
-        self._updates = ScriptedUpdates(self._engine)
-        self._routes = WireRoutes(self._engine, self._updates, version="scripted")
         self._faults: dict[str, deque[Fault]] = {}
         self._releases = 0
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
@@ -109,8 +106,9 @@ class ScriptedServer:
         self.aborted: list[str] = []
         """Every rid that somebody asked to abort."""
         self.peak_in_flight = 0
-        self.limits: dict[str, int] = self._engine.more_limits
+        self.limits: dict[str, int] = {}
         """More sizes that ``/server_info`` tells, such as ``max_req_input_len``."""
+        self._routes = self._new_routes()
         self.down = False
         """In-process only: refuse connections."""
 
@@ -122,16 +120,16 @@ class ScriptedServer:
     @property
     def adapters(self) -> Mapping[str, Path]:
         """The loaded adapters."""
-        return {name: Path(path) for name, path in self._engine.adapters.paths().items()}
+        return {name: Path(path) for name, path in self._engine.adapters.paths.items()}
 
     @adapters.setter
     def adapters(self, paths: Mapping[str, Path]) -> None:
-        self._engine.hold_adapters(paths)
+        self._engine.adapters.hold({name: (str(path), find_theta_in(path) or 0.0) for name, path in paths.items()})
 
     @property
     def reloaded(self) -> Sequence[str]:
         """Adapters that came back because a late request named them after they were unloaded."""
-        return self._engine.adapters.reloaded
+        return self._engine.reloaded
 
     @property
     def paused(self) -> str | None:
@@ -141,11 +139,12 @@ class ScriptedServer:
     @property
     def weight_version(self) -> str:
         """The label of the base weights."""
-        return self._engine.label
+        return self._routes.label
 
     @weight_version.setter
     def weight_version(self, label: str) -> None:
-        self._engine.set_label(label)
+        self._engine.become(None, label)
+        self._routes.rename(label)
 
     @property
     def base_theta(self) -> float:
@@ -154,7 +153,7 @@ class ScriptedServer:
 
     @base_theta.setter
     def base_theta(self, theta: float) -> None:
-        self._engine.theta = theta
+        self._engine.become(theta, None)
 
     def fault(self, route: str, *faults: Fault) -> None:
         """The next calls of ``route`` meet these, one each."""
@@ -168,8 +167,8 @@ class ScriptedServer:
 
     def restart(self) -> None:
         """Come back as a new process: nothing is loaded."""
-        self._updates.forget()
         self._engine.forget()
+        self._routes = self._new_routes()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, about this server, holds."""
@@ -187,13 +186,12 @@ class ScriptedServer:
         try:
             status, reply = await self._answer(method, route, content, fault)
         except _Cut:
-            await _start(send, 200, kind=_JSON, length=1)
+            await _start(send, 200, kind="application/json", length=1)
             # In-process the client's transport hands this through; over a socket the server closes the connection.
             raise httpx.ReadError("scripted: the connection was cut") from None
         finally:
             self._changed.notify()
-        kind = _TEXT if isinstance(reply, str) else _JSON
-        answer = reply if isinstance(reply, bytes) else reply.encode() if kind is _TEXT else orjson.dumps(reply)
+        answer, kind = (reply, "application/json") if isinstance(reply, bytes) else encoded(reply)
         await _start(send, status, kind=kind, length=None if fault.drip else len(answer))
         if fault.drip:
             await self._drip(send)
@@ -220,26 +218,32 @@ class ScriptedServer:
         if fault.hold and route != "/generate":
             seen = self._releases
             await self._changed.wait_until(lambda: self._releases > seen)
-        status, reply = 200, {"success": True}
+        status = 200
+        reply: Any = {"success": True}
         try:
             if not fault.ignore:
-                status, reply = await self._handle(method, route, body, content, fault)
+                reply = await self._handle(method, route, body, content, fault)
         except WireError as error:
-            status, reply = error.status, dict(error.body)
+            status, reply = error.status, error.body
         if fault.edit is not None and status == 200:
             fault.edit(reply)
         if fault.lose and status == 200:
             raise _Cut
         return status, reply
 
-    async def _handle(
-        self, method: str, route: str, body: Mapping[str, Any], content: bytes, fault: Fault
-    ) -> tuple[int, Any]:
+    async def _handle(self, method: str, route: str, body: Mapping[str, Any], content: bytes, fault: Fault) -> Any:
+        if route not in METHODS:
+            raise WireError(404, {"detail": "Not Found"})
+        if METHODS[route] != method:
+            raise WireError(405, {"detail": "Method Not Allowed"})
         if route == "/generate":
-            return 200, await self._generate(body, parse_generate(content), held=fault.hold)
+            return await self._generate(body, parse_generate(content), held=fault.hold)
         if route == "/abort_request" and isinstance(body.get("rid"), str):
             self.aborted.append(body["rid"])
-        return await self._routes.answer(method, route, body)
+        return await self._routes.answer(route, body)
+
+    def _new_routes(self) -> Routes:
+        return Routes(self._engine, version="scripted", model_path="scripted", model_info={}, server_info=self.limits)
 
     async def _generate(self, body: Mapping[str, Any], wire: GenerateRequest, *, held: bool) -> dict[str, Any]:
         call = GenerateCall(
@@ -281,8 +285,8 @@ async def _read(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-async def _start(send: Send, status: int, *, kind: bytes, length: int | None) -> None:
-    headers = [(b"content-type", kind)]
+async def _start(send: Send, status: int, *, kind: str, length: int | None) -> None:
+    headers = [(b"content-type", kind.encode())]
     if length is not None:
         headers.append((b"content-length", str(length).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -6,7 +6,6 @@ log-probabilities are a function of the token, theta and the temperature, so tha
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -21,7 +20,6 @@ from asyncrl.types import FloatArray, IntArray
 __all__ = [
     "VOCABULARY",
     "ThetaLearner",
-    "decoded",
     "draw_token",
     "find_theta",
     "find_theta_in",
@@ -61,11 +59,6 @@ def find_theta(content: Iterable[bytes]) -> float | None:
     """
     found = (_NAMED.search(part) for part in content)
     return next((float(match[1]) for match in found if match), None)
-
-
-def decoded(payloads: Iterable[object]) -> list[bytes]:
-    """Tensors as they come in a JSON body, out of base64."""
-    return [base64.b64decode(str(payload)) for payload in payloads]
 
 
 @lru_cache(maxsize=1024)

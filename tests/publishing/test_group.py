@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.publishing.torch_group import TorchGroup
+from asyncrl.servers.backend import Broadcast, GroupPlace
 from asyncrl.servers.embedded.group import ReceivingGroup
 
 pytestmark = pytest.mark.slow
@@ -21,22 +22,24 @@ def _open(name: str, *, timeout_s: float = 30.0) -> tuple[TorchGroup, int]:
 
 
 def _receiver(name: str, port: int, *, timeout_s: float = 30.0) -> ReceivingGroup:
-    return ReceivingGroup("127.0.0.1", port, rank=1, world_size=2, name=name, timeout_s=timeout_s)
+    place = GroupPlace(name=name, address="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo")
+    return ReceivingGroup(place, timeout_s=timeout_s)
 
 
 def test_what_is_broadcast_arrives_and_a_closed_group_frees_who_waits() -> None:
     """Twice in one process, for a group is made anew when servers come and go (FAILURES.md 64)."""
     flat = torch.arange(24, dtype=torch.uint8)
+    sent = Broadcast(names=["a"], dtypes=["uint8"], shapes=[[24]], flattened=True)
     for name in ("first", "second"):
         group, port = _open(name)
         with ThreadPoolExecutor(1) as server:
             joining = server.submit(_receiver, name, port)
             group.join()
             receiver = joining.result()
-            reading = server.submit(receiver.receive, ["a"], ["uint8"], [[24]], flattened=True)
+            reading = server.submit(receiver.receive, sent)
             group.broadcast(flat)
             assert torch.equal(reading.result()["a"], flat)
-            waiting = server.submit(receiver.receive, ["a"], ["uint8"], [[24]], flattened=True)
+            waiting = server.submit(receiver.receive, sent)
             group.close()
             with pytest.raises(RuntimeError):
                 waiting.result()

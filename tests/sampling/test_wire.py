@@ -11,7 +11,8 @@ import pytest
 from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
-from asyncrl.servers.wireserver import WireError, bad_value, generate_reply, parse_generate
+from asyncrl.servers.generation import Generation
+from asyncrl.servers.wireserver import WireError, bad_value, parse_generate
 from asyncrl.types import StopReason, VersionSpan
 
 
@@ -23,18 +24,14 @@ def segment_request(**options: Any) -> SegmentRequest:
 
 def reply(**changes: Any) -> dict[str, Any]:
     """A right reply of three tokens, with changes in its ``meta_info``."""
-    body = generate_reply(
-        parse_generate(orjson.dumps({"rid": "r", "input_ids": [7, 8, 9], "return_logprob": True})),
-        text="abc",
-        output_ids=[3, 4, 1],
+    generation = Generation[None](
+        wire=parse_generate(orjson.dumps({"rid": "r", "input_ids": [7, 8, 9], "return_logprob": True})),
         logprobs=[-0.5, -1.5, -0.25],
-        prompt_logprobs=[],
         finish_reason={"type": "stop", "matched": 1},
-        weight_version="5",
         versions=[("5", 0)],
         cached_tokens=2,
-        retractions=0,
     )
+    body = generation.reply([3, 4, 1], label="5", decode=lambda ids: "abc")
     body["meta_info"].update(changes)
     return body
 
@@ -268,18 +265,12 @@ def test_bodies_that_cannot_be_served_are_refused(content: bytes, message: str) 
 
 def test_a_reply_without_output_has_one_empty_span() -> None:
     """As SGLang reports it."""
-    body = generate_reply(
-        parse_generate(b'{"input_ids":[7,8],"return_logprob":true,"logprob_start_len":0}'),
-        text="",
-        output_ids=[],
-        logprobs=[],
+    generation = Generation[None](
+        wire=parse_generate(b'{"input_ids":[7,8],"return_logprob":true,"logprob_start_len":0}'),
         prompt_logprobs=[(None, 7), (-0.5, 8)],
         finish_reason={"type": "length", "length": 0},
-        weight_version="3",
-        versions=[],
-        cached_tokens=0,
-        retractions=0,
     )
+    body = generation.reply([], label="3", decode=lambda ids: "")
     assert body["meta_info"]["weight_versions"] == reported(("3", 0, 0))
     assert body["meta_info"]["input_token_logprobs"] == [[None, 7, None], [-0.5, 8, None]]
 

@@ -1,4 +1,4 @@
-"""The embedded server as an ASGI application: SGLang's routes over a ``Service``."""
+"""The embedded server as an ASGI application: its key, its limit, its lifespan, and the routes of ``Routes``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import anyio
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HTTPRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.concurrency.worker import Worker
 from asyncrl.servers.embedded.options import ServerOptions
-from asyncrl.servers.wireroutes import WireRoutes
+from asyncrl.servers.routes import METHODS, Routes, encoded
 from asyncrl.servers.wireserver import WireError, parse_body, parse_generate
 
 __all__ = ["create_app"]
+
+_VERSION = "embedded-0.1"
+_OPEN_ROUTES = ("/health", "/ready")
 
 
 def create_app(options: ServerOptions) -> Starlette:
@@ -31,9 +30,8 @@ def create_app(options: ServerOptions) -> Starlette:
     server = _Server(options)
     return Starlette(
         lifespan=server.lifespan,
-        exception_handlers={HTTPException: _refused},
-        middleware=[Middleware(_BodyLimit, max_bytes=options.max_body_bytes)],
-        routes=[Route("/{path:path}", server.handle, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])],
+        exception_handlers={HTTPException: _unknown},
+        routes=[Route(path, server.answer, methods=[method]) for path, method in METHODS.items()],
     )
 
 
@@ -42,44 +40,64 @@ class _Server:
         self._options = options
         self._service: Any = None
         # A Service, which cannot be named here: torch is loaded with it, in the lifespan.
-        self._routes: WireRoutes | None = None
+        self._routes: Any = None
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None, None]:
         """Load the model, and step while the server is up."""
         with closing(Worker("asyncrl-engine")) as worker:
-            self._service, updates = await worker.run(_load, self._options, worker)
-            self._routes = WireRoutes(self._service, updates, version="embedded-0.1")
+            self._service = await worker.run(_load, self._options, worker)
+            config = self._service.engine.model.config
+            self._routes = Routes(
+                self._service,
+                version=_VERSION,
+                model_path=str(self._options.model),
+                model_info={"model_type": config.model_type, "architectures": config.architectures},
+                server_info={},
+            )
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._service.run)
                 yield
                 tasks.cancel_scope.cancel()
 
-    async def handle(self, request: HTTPRequest) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Check the key, and turn refusals into replies."""
-        method = "GET" if request.method == "HEAD" else request.method
         route = request.scope["path"]
-        key = self._options.api_key
-        if key and route not in ("/health", "/ready"):
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-                return _json({"error": "Unauthorized"}, 401)
-        assert self._routes is not None
         try:
-            if (method, route) == ("POST", "/generate"):
-                return _json(await self._generate(request))
-            body = parse_body(await request.body()) if method == "POST" else {}
-            status, reply = await self._routes.answer(method, route, body)
+            if route not in _OPEN_ROUTES:
+                self._require_key(request)
+            content = await self._read(request)
+            if route == "/generate":
+                return _response(await self._generate(request, content))
+            return _response(await self._routes.answer(route, parse_body(content)))
         except WireError as error:
-            return _json(error.body, error.status)
+            return _response(error.body, error.status)
         except ClientDisconnect:
             # In the middle of its body; nobody reads this.
-            return _json({"error": {"message": "the body ended too early"}}, 400)
-        return Response(reply, status) if isinstance(reply, str) else _json(reply, status)
+            return _response({"error": {"message": "the body ended too early"}}, 400)
 
-    async def _generate(self, request: HTTPRequest) -> dict[str, Any]:
+    def _require_key(self, request: Request) -> None:
+        key, given = self._options.api_key, request.headers.get("authorization", "")
+        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise WireError(401, {"error": "Unauthorized"})
+
+    async def _read(self, request: Request) -> bytes:
+        """The body; one that is too long is refused before it is read if it says its length, else on the way."""
+        most = self._options.max_body_bytes
+        refusal = WireError(413, {"error": {"message": f"the body is longer than {most} bytes"}})
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > most:
+            raise refusal
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > most:
+                raise refusal
+        return bytes(content)
+
+    async def _generate(self, request: Request, content: bytes) -> dict[str, Any]:
         """Sample; a client that goes away aborts its request."""
-        wire = parse_generate(await request.body())
+        wire = parse_generate(content)
         reply: dict[str, Any] = {}
         refusal: WireError | None = None
 
@@ -101,10 +119,10 @@ class _Server:
         return reply
 
 
-async def _refused(request: HTTPRequest, error: Exception) -> Response:
-    """Methods that are not there, and bodies that are too long."""
+async def _unknown(request: Request, error: Exception) -> Response:
+    """Routes and methods that are not there."""
     assert isinstance(error, HTTPException)
-    return _json({"detail": error.detail}, error.status_code)
+    return _response({"detail": error.detail}, error.status_code)
 
 
 def _load(options: ServerOptions, worker: Worker) -> Any:
@@ -114,35 +132,6 @@ def _load(options: ServerOptions, worker: Worker) -> Any:
     return load_service(options, worker)
 
 
-def _json(body: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status_code=status, media_type="application/json")
-
-
-class _BodyLimit:
-    """Refuses bodies of more than ``max_bytes``: before they are read if they say their length, else on the way."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._reason = f"the body is longer than {max_bytes} bytes"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            content = orjson.dumps({"error": {"message": self._reason}})
-            await Response(content, status_code=413, media_type="application/json")(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise HTTPException(413, self._reason)
-            return message
-
-        await self._app(scope, counted, send)
+def _response(reply: Any, status: int = 200) -> Response:
+    content, media_type = encoded(reply)
+    return Response(content, status_code=status, media_type=media_type)

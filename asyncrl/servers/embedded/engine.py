@@ -21,7 +21,7 @@ from asyncrl.servers.embedded.cache import PrefixCache
 from asyncrl.servers.embedded.model import Adapter, DecoderModel, ForwardBatch
 from asyncrl.servers.embedded.request import Request
 from asyncrl.servers.embedded.sampling import draw, uniform
-from asyncrl.servers.wireserver import ABORTED, ABORTED_WAITING
+from asyncrl.servers.generation import ABORTED, ABORTED_WAITING
 
 __all__ = ["Engine"]
 
@@ -54,7 +54,7 @@ class Engine:
         self.sampled_tokens = 0
         """Of all requests, since it began."""
         self._tokenizer = tokenizer
-        self.max_running_requests = max_running_requests
+        self._max_running_requests = max_running_requests
         self._random = random.Random(random_seed)
         self._passing: list[Request] = []
         # The requests of the pass that is being computed.
@@ -89,7 +89,7 @@ class Engine:
             involved = [self.waiting.popleft()]
         if len(involved) == 1:
             involved[0].failure = f"{type(error).__name__}: {error}"
-            involved[0].finish_reason = dict(ABORTED)
+            involved[0].finish_reason = ABORTED
         others = [request for request in [*involved, *self.running] if request.finish_reason is None]
         for request in [*ended, *involved, *self.running]:
             request.node, request.slots, request.cached = None, array("q"), 0
@@ -119,18 +119,16 @@ class Engine:
         self.cache.clear()
         return True
 
-    def load_weights(self, weights: Path | Mapping[str, torch.Tensor], label: str | None) -> None:
-        """Replace all weights from a folder, or some by name. What is in the KV pool stays; see ``flush``."""
+    def load_weights(self, weights: Path | Mapping[str, torch.Tensor] | None, label: str | None) -> None:
+        """Replace all weights from a folder, or some by name, and their label; None keeps what is.
+
+        What is in the KV pool stays; see ``flush``.
+        """
         if isinstance(weights, Path):
             self.model.load_weights(weights)
-        else:
+        elif weights is not None:
             self.model.replace(weights)
-        if label is not None:
-            self.relabel(label)
-
-    def relabel(self, label: str) -> None:
-        """Give the weights that are loaded another label."""
-        self.label = label
+        self.label = self.label if label is None else label
 
     # -- schedule ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +138,7 @@ class Engine:
         beginnings: set[tuple[Any, ...]] = set()
         longest = 0
         skipped: deque[Request] = deque()
-        while self.waiting and len(self.running) + len(chosen) < self.max_running_requests:
+        while self.waiting and len(self.running) + len(chosen) < self._max_running_requests:
             if self._suspects and (self.running or chosen):
                 break
             request = self.waiting.popleft()
@@ -314,10 +312,10 @@ class Engine:
 
     def _abort(self, request: Request) -> Request:
         if request in self.running:
-            request.finish_reason = dict(ABORTED)
+            request.finish_reason = ABORTED
             self._leave(request)
         else:
-            request.finish_reason = dict(ABORTED_WAITING)
+            request.finish_reason = ABORTED_WAITING
             self.waiting.remove(request)
             self._suspects.discard(id(request))
         return request

@@ -6,12 +6,13 @@ Only gloo, and without torch's registry of groups, so that server and trainer ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed
+
+from asyncrl.servers.backend import Broadcast, GroupPlace
 
 __all__ = ["ReceivingGroup"]
 
@@ -20,27 +21,26 @@ _torch: Any = distributed
 
 
 class ReceivingGroup:
-    """Rank ``rank`` of the group ``name``. The constructor returns when all ranks have come.
+    """The constructor returns when all ranks have come to ``place``.
 
     It raises ``RuntimeError``, as ``receive`` does, if another rank keeps it waiting for longer than ``timeout_s``.
     """
 
-    def __init__(self, address: str, port: int, *, rank: int, world_size: int, name: str, timeout_s: float) -> None:
+    def __init__(self, place: GroupPlace, *, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
-        store = _torch.TCPStore(address, port, is_master=False, timeout=timeout)
+        store = _torch.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
         # The prefixes under which torch's own function, which the trainer and SGLang call, lets ranks find each other.
-        for prefix in (name, f"{name}/", "cpu/"):
+        for prefix in (place.name, f"{place.name}/", "cpu/"):
             store = _torch.PrefixStore(prefix, store)
         self._timeout = timeout
-        self._group = _torch.ProcessGroupGloo(store, rank, world_size, timeout)
+        self._group = _torch.ProcessGroupGloo(store, place.rank, place.world_size, timeout)
 
-    def receive(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, flattened: bool
-    ) -> dict[str, torch.Tensor]:
-        """The tensors that rank 0 broadcasts: one after the other, or ``flattened`` into one of bytes."""
-        kinds = [_dtype(name) for name in dtypes]
+    def receive(self, broadcast: Broadcast) -> dict[str, torch.Tensor]:
+        """The tensors that rank 0 broadcasts."""
+        names, shapes = broadcast.names, broadcast.shapes
+        kinds = [_dtype(name) for name in broadcast.dtypes]
         counts = [math.prod(shape) for shape in shapes]
-        if not flattened:
+        if not broadcast.flattened:
             tensors = [torch.empty(list(shape), dtype=kind) for kind, shape in zip(kinds, shapes, strict=True)]
             for tensor in tensors:
                 self._broadcast(tensor)

@@ -12,12 +12,12 @@ from asyncrl.servers.embedded.engine import Engine
 from asyncrl.servers.embedded.model import DecoderModel
 from asyncrl.servers.embedded.options import ServerOptions
 from asyncrl.servers.embedded.service import Service
-from asyncrl.servers.embedded.updates import WeightUpdates
+from asyncrl.servers.wireserver import ServerLimits
 
 __all__ = ["load_service"]
 
 
-def load_service(options: ServerOptions, worker: Worker) -> tuple[Service, WeightUpdates]:
+def load_service(options: ServerOptions, worker: Worker) -> Service:
     """Load everything in the thread that will compute, because torch keeps its number of threads for each."""
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,16 +28,13 @@ def load_service(options: ServerOptions, worker: Worker) -> tuple[Service, Weigh
     engine = Engine(
         model, tokenizer, max_running_requests=options.max_running_requests, random_seed=options.random_seed
     )
-    context = options.context_length or model.config.max_position_embeddings
-    service = Service(
-        engine,
-        tokenizer,
-        worker=worker,
-        model_path=options.model,
-        context_length=context,
-        eos=_eos(options, model.config),
+    limits = ServerLimits(
+        context_length=options.context_length or model.config.max_position_embeddings,
+        max_total_tokens=model.slots,
+        max_running_requests=options.max_running_requests,
+        vocab_size=model.config.vocab_size,
     )
-    return service, WeightUpdates(service)
+    return Service(engine, tokenizer, worker=worker, limits=limits, eos=_eos(options, model.config))
 
 
 def _eos(options: ServerOptions, config: Any) -> frozenset[int]:

@@ -13,29 +13,25 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import anyio
+import anyio.to_thread
 import torch
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.concurrency.worker import Worker
+from asyncrl.sampling.replies import shown
 from asyncrl.sampling.wire import PauseMode
-from asyncrl.servers.adapters import Adapters
+from asyncrl.servers.adapters import Adapters, AdapterSource
+from asyncrl.servers.backend import Broadcast, GroupPlace
 from asyncrl.servers.embedded.engine import Engine
+from asyncrl.servers.embedded.group import ReceivingGroup
 from asyncrl.servers.embedded.model import Adapter
 from asyncrl.servers.embedded.request import Request
 from asyncrl.servers.embedded.throughput import Throughput
-from asyncrl.servers.wireserver import (
-    ABORTED_WAITING,
-    GenerateRequest,
-    WireError,
-    allowed_new_tokens,
-    bad_value,
-    generate_reply,
-    longest_prompt,
-    update_error,
-)
+from asyncrl.servers.generation import ABORTED_WAITING
+from asyncrl.servers.wireserver import GenerateRequest, ServerLimits, WireError, bad_value, update_error
 
 __all__ = ["Service"]
 
@@ -43,31 +39,23 @@ T = TypeVar("T")
 _STEPS = 16
 # Steps in a row without a look at the event loop, if nobody waits for one: the way to the thread and back costs more
 # than a step of a tiny model.
+_DTYPES = ("float32", "bfloat16", "float16")
+_WITHIN_S = 120.0
+# For the other ranks of a group to join, and for a broadcast to arrive.
+_NO_PICKLES = "this server never unpickles what it is sent"
 
 
 class Service:
-    """What the routes talk to. ``context_length`` bounds prompt and output together."""
+    """The ``Backend`` that computes. ``eos``: ids that end a request that does not ignore them."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        *,
-        worker: Worker,
-        model_path: Path,
-        context_length: int,
-        eos: frozenset[int],
+        self, engine: Engine, tokenizer: Any, *, worker: Worker, limits: ServerLimits, eos: frozenset[int]
     ) -> None:
         self.engine = engine
-        self.model_path = model_path
-        """Folder of the weights that are loaded."""
-        self.label = engine.label
-        """Of the last update that succeeded; the engine has another one after an update that could not flush."""
-        self.context_length = context_length
-        self.paused = False
-        self.adapters = Adapters(self._read_adapter)
+        self.limits = limits
+        self.paused: PauseMode | None = None
+        self.adapters: Adapters[Adapter] = Adapters(self._read_adapter)
         self._tokenizer = tokenizer
-        self._tokenizer_path = str(model_path)
         self._worker = worker
         self._eos = eos
         self._arrived: deque[Request] = deque()
@@ -80,12 +68,19 @@ class Service:
         self._one_update = anyio.Lock()
         self._changed = Notifier()
         self._throughput = Throughput()
+        # A thread for each group that is waited for, and one more so that a dead trainer does not block the next one.
+        self._limiter = anyio.CapacityLimiter(4)
 
     @property
     def load(self) -> tuple[int, int]:
         """Running and waiting requests."""
         running = len(self.engine.running)
         return running, self._computing - running + len(self._arrived)
+
+    @property
+    def used_tokens(self) -> int:
+        """Of the KV pool."""
+        return self.engine.cache.slots - self.engine.cache.free
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,36 +102,36 @@ class Service:
 
     async def generate(self, wire: GenerateRequest) -> dict[str, Any]:
         """Serve one request. Cancelling it aborts it."""
-        allowed = self._check(wire)
-        adapter = None if wire.lora_path is None else await self.adapters.named(wire.lora_path)
-        if wire.rid in self._live:
-            raise bad_value(f"Duplicate request ID detected: {wire.rid}")
-        request = Request(
-            wire=wire,
-            adapter=adapter,
-            max_new_tokens=allowed,
-            stop_ids=frozenset() if wire.ignore_eos else self._eos | frozenset(wire.stop_token_ids),
-            tokens=array("q", wire.input_ids),
-        )
-        done = anyio.Event()
-        self._live[wire.rid] = (request, done)
-        if adapter is not None:
-            adapter.users += 1
-        self._arrived.append(request)
-        self._changed.notify()
-        try:
-            await done.wait()
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await self.abort(wire.rid)
-            raise
-        finally:
-            del self._live[wire.rid]
-            if adapter is not None:
-                self.adapters.end_use(adapter)
+        allowed = self.limits.allowed_new_tokens(wire)
+        async with self.adapters.using(wire.lora_path) as adapter:
+            if wire.rid in self._live:
+                raise bad_value(f"Duplicate request ID detected: {wire.rid}")
+            request = Request(
+                wire=wire,
+                adapter=adapter,
+                max_new_tokens=allowed,
+                stop_ids=frozenset() if wire.ignore_eos else self._eos | frozenset(wire.stop_token_ids),
+                tokens=array("q", wire.input_ids),
+            )
+            done = anyio.Event()
+            self._live[wire.rid] = (request, done)
+            self._arrived.append(request)
+            self._changed.notify()
+            try:
+                await done.wait()
+            except anyio.get_cancelled_exc_class():
+                with anyio.CancelScope(shield=True):
+                    await self.abort(wire.rid)
+                raise
+            finally:
+                del self._live[wire.rid]
         if request.failure:
             raise WireError(500, {"error": {"message": f"the request could not be computed: {request.failure}"}})
-        return self._reply(request)
+        return request.reply(
+            request.tokens[request.prompt_tokens :],
+            label=self.engine.label,
+            decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=wire.skip_special_tokens)),
+        )
 
     async def abort(self, rid: str) -> None:
         """End one request with what it has; it answers its caller."""
@@ -148,7 +143,7 @@ class Service:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping; when this returns nothing runs. New requests wait."""
-        self.paused = True
+        self.paused = mode
         if mode == "abort":
             await self.abort_all()
         else:
@@ -156,17 +151,17 @@ class Service:
 
     def resume(self) -> None:
         """Go on."""
-        self.paused = False
+        self.paused = None
         self._changed.notify()
 
     async def flush(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while requests run or, not paused, wait."""
-        return await self._control(lambda: self.engine.flush(ignore_waiting=self.paused))
+        return await self._control(lambda: self.engine.flush(ignore_waiting=self.paused is not None))
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[None, None]:
         """At once if paused; else after the requests that run, and new ones wait."""
-        if self.paused:
+        if self.paused is not None:
             yield
             return
         async with self._one_update:
@@ -178,75 +173,53 @@ class Service:
                 self._updating = False
                 self._changed.notify()
 
-    async def update_weights(
-        self, weights: Path | Mapping[str, torch.Tensor], label: str | None, *, flush: bool, abort_all: bool
-    ) -> None:
-        """Replace all weights by those of a folder, or some by name; see ``exclusive``.
+    async def update(self, weights: Path | Mapping[str, torch.Tensor] | None, label: str | None) -> None:
+        """Replace all weights by those of a folder, or some by name, and their label; tokens that follow carry it."""
+        await self._control(lambda: self.engine.load_weights(weights, label))
 
-        If the flush is refused the weights are replaced all the same, as in SGLang.
-        """
-        if abort_all:
-            await self.abort_all()
-        try:
-            async with self.exclusive():
-                await self._control(lambda: self.engine.load_weights(weights, label))
-                flushed = not flush or await self.flush()
-        except (OSError, ValueError) as error:
-            raise update_error(f"Failed to update weights: {error}") from error
-        if not flushed:
-            raise update_error(
-                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
-                "Retract or finish them, then call /flush_cache."
-            )
-        if isinstance(weights, Path):
-            self.model_path = weights
-        self.label = self.label if label is None else label
+    def unpacked(self, payloads: Sequence[bytes]) -> NoReturn:
+        """Reading them would mean unpickling."""
+        raise update_error(f"{_NO_PICKLES}: update from disk or by broadcast")
 
-    async def relabel(self, label: str) -> None:
-        """Give the weights that are loaded another label; tokens that follow carry it."""
-        await self._control(lambda: self.engine.relabel(label))
-        self.label = label
+    async def join(self, place: GroupPlace) -> ReceivingGroup:
+        """A group, once every rank has joined it."""
+        failed = "Failed to initialize custom process group"
+        if place.backend != "gloo":
+            raise update_error(f"{failed}: backend {shown(place.backend)}, this server has gloo")
+        return await self._waiting(lambda: ReceivingGroup(place, timeout_s=_WITHIN_S), failed)
+
+    async def receive(self, group: ReceivingGroup, broadcast: Broadcast) -> dict[str, torch.Tensor]:
+        """What rank 0 broadcasts; nobody waits for what could not be used."""
+        failed = "Failed to receive weights"
+        known = self.engine.model.shapes()
+        for name, dtype, shape in zip(broadcast.names, broadcast.dtypes, broadcast.shapes, strict=True):
+            if type(name) is not str or known.get(name) != shape:
+                raise update_error(
+                    f"{failed}: names and shapes have {shown(name)} of {shown(shape)}, which is no "
+                    "weight of the model that is served"
+                )
+            if dtype not in _DTYPES:
+                raise update_error(f"{failed}: dtypes has {shown(dtype)}, but must have {', '.join(_DTYPES)}")
+        return await self._waiting(lambda: group.receive(broadcast), failed)
 
     async def checksums(self) -> dict[str, str]:
         """A digest of each weight."""
         return await self._control(self.engine.model.checksums)
 
-    async def load_adapter_from_tensors(self, name: str, payloads: Sequence[object]) -> None:
-        """Refused with ``WireError``."""
-        raise self.adapters.refusal(name, "because this server never unpickles what it is sent; load it from disk")
+    async def _read_adapter(self, name: str, source: AdapterSource) -> Adapter:
+        if not isinstance(source, str):
+            raise ValueError(f"{_NO_PICKLES}; load it from disk")
+        return await self._worker.run(self.engine.model.load_adapter, name, Path(source))
 
-    def model_details(self) -> dict[str, Any]:
-        """What ``/model_info`` says of the kind of model."""
-        config = self.engine.model.config
-        kind = {"model_type": config.model_type, "architectures": config.architectures}
-        return {"tokenizer_path": self._tokenizer_path} | kind
-
-    def server_details(self) -> dict[str, Any]:
-        """Sizes, in tokens and requests."""
-        return {
-            "max_total_num_tokens": self.engine.model.slots,
-            "max_running_requests": self.engine.max_running_requests,
-            "max_req_input_len": longest_prompt(self.context_length, self.engine.model.slots),
-        }
-
-    def load_details(self) -> dict[str, Any]:
-        """What the KV pool holds."""
-        slots, used = self.engine.cache.slots, self.engine.cache.slots - self.engine.cache.free
-        sizes = {"max_total_num_tokens": slots, "max_running_requests": self.engine.max_running_requests}
-        return {"num_used_tokens": used, "token_usage": used / slots} | sizes
-
-    async def _read_adapter(self, name: str, path: Path) -> Adapter:
-        return await self._worker.run(self.engine.model.load_adapter, name, path)
-
-    def _check(self, wire: GenerateRequest) -> int:
-        """How many tokens the request gets."""
-        vocabulary = self.engine.model.config.vocab_size
-        if min(wire.input_ids) < 0 or max(wire.input_ids) >= vocabulary:
-            raise bad_value(f"input_ids has an id outside of the vocabulary of {vocabulary}")
-        return allowed_new_tokens(wire, context_length=self.context_length, kv_tokens=self.engine.model.slots)
+    async def _waiting(self, operation: Callable[[], T], failed: str) -> T:
+        """Run what waits for other ranks in a thread of its own."""
+        try:
+            return await anyio.to_thread.run_sync(operation, limiter=self._limiter, abandon_on_cancel=True)
+        except (RuntimeError, ValueError) as error:
+            raise update_error(f"{failed}: {error}") from error
 
     def _has_work(self) -> bool:
-        return not self.paused and (self._computing > 0 or (bool(self._arrived) and not self._updating))
+        return self.paused is None and (self._computing > 0 or (bool(self._arrived) and not self._updating))
 
     def _steps(self) -> list[Request]:
         """Some steps, until a request ends or somebody wants the time between two."""
@@ -277,7 +250,7 @@ class Service:
         never_started = [request for request in self._arrived if chosen(request)]
         for request in never_started:
             self._arrived.remove(request)
-            request.finish_reason = dict(ABORTED_WAITING)
+            request.finish_reason = ABORTED_WAITING
         self._answer(never_started)
         self._leave(await self._control(operation))
 
@@ -289,26 +262,3 @@ class Service:
         for request in ended:
             self._live[request.wire.rid][1].set()
         self._changed.notify()
-
-    def _reply(self, request: Request) -> dict[str, Any]:
-        assert request.finish_reason is not None
-        output = request.tokens[request.prompt_tokens :].tolist()
-        return generate_reply(
-            request.wire,
-            text=self._text(request.wire, output, request.finish_reason.get("matched")),
-            output_ids=output,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            finish_reason=request.finish_reason,
-            weight_version=self.engine.label,
-            versions=request.versions,
-            cached_tokens=request.cached_tokens,
-            retractions=request.retractions,
-        )
-
-    def _text(self, wire: GenerateRequest, output: list[int], matched: int | str | None) -> str:
-        """The output as text, without what ended it unless the request keeps that."""
-        trimmed = not wire.no_stop_trim
-        shown = output[:-1] if trimmed and isinstance(matched, int) else output
-        text = str(self._tokenizer.decode(shown, skip_special_tokens=wire.skip_special_tokens))
-        return text.partition(matched)[0] if trimmed and isinstance(matched, str) else text

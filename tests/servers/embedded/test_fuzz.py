@@ -93,7 +93,7 @@ def embedded(
     import torch
 
     import asyncrl.servers.embedded.loading  # noqa: F401  takes seconds, which belong to no test
-    from asyncrl.servers.embedded import updates
+    from asyncrl.servers.embedded import service
     from asyncrl.servers.embedded.app import create_app
     from asyncrl.servers.embedded.options import ServerOptions
 
@@ -118,8 +118,8 @@ def embedded(
     odd += [("peft_type", []), ("bias", "all"), ("use_rslora", True), ("modules_to_save", ["lm_head"])]
     for number, (key, value) in enumerate(odd):
         folders[f"{key} {value}"] = _copied(adapter, work / str(number), partial(_set, key=key, value=value))
-    original: float = updates._WITHIN_S
-    updates._WITHIN_S = 0.05
+    original: float = service._WITHIN_S
+    service._WITHIN_S = 0.05
     app = create_app(ServerOptions(model=model, max_total_tokens=2000, context_length=CONTEXT))
 
     @asynccontextmanager
@@ -132,7 +132,7 @@ def embedded(
             yield opened
 
     with ExitStack() as stack:
-        stack.callback(setattr, updates, "_WITHIN_S", original)
+        stack.callback(setattr, service, "_WITHIN_S", original)
         portal = stack.enter_context(anyio.from_thread.start_blocking_portal())
         server = Embedded(portal, stack.enter_context(portal.wrap_async_context_manager(client())), app, folders)
         server.normal = server.outcome(NORMAL)
