@@ -32,7 +32,7 @@ from asyncrl.events import (
     VersionCommitted,
     VersionPublished,
 )
-from asyncrl.rollout.activity import Activities, Activity
+from asyncrl.rollout.progress import Activities, Activity
 from asyncrl.sampling.backend import SamplingBackend
 
 __all__ = ["WATCHED", "Watchdog"]

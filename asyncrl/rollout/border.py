@@ -256,19 +256,17 @@ def shared_parts(row: Row) -> list[tuple[str, str]]:
 
 def _refuse_containers(rows: object, key: str) -> None:
     """Refuse what has other things in it than rows, with what to write instead."""
-    instead = ""
+    tables = {"iterrows": "df.to_dict('records')", "iter_rows": "df.to_dicts()", "to_pylist": "table.to_pylist()"}
+    write = next((write for method, write in tables.items() if hasattr(rows, method)), None)
     if isinstance(rows, str | bytes | os.PathLike):
         instead = "the rows themselves, not a name: read the file first"
     elif isinstance(rows, Mapping):
         names = ", ".join(shown(name) for name in list(rows)[:5])
         instead = f"a list of rows: this has the keys {names}; give one of them, if they are splits"
-    elif hasattr(rows, "iterrows"):
-        instead = "a list of rows: write df.to_dict('records')"
-    elif hasattr(rows, "iter_rows"):
-        instead = "a list of rows: write df.to_dicts()"
-    elif hasattr(rows, "to_pylist"):
-        instead = "a list of rows: write table.to_pylist()"
+    elif write is not None:
+        instead = f"a list of rows: write {write}"
     elif not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         instead = "a sequence, which has a length and an order: write list(..)"
-    if instead:
-        raise ConfigError(f"{key} is {shown(rows)}, but must be {instead}")
+    else:
+        return
+    raise ConfigError(f"{key} is {shown(rows)}, but must be {instead}")

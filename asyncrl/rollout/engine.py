@@ -22,7 +22,6 @@ from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.publishing.policy import OpenPolicy, Policy
-from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls, time_of
@@ -30,7 +29,7 @@ from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.group import run_group
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan
-from asyncrl.rollout.progress import GroupProgress
+from asyncrl.rollout.progress import Activities, GroupProgress
 from asyncrl.rollout.renderer import Renderer, open_renderer
 from asyncrl.rollout.trajectory import RolloutContext, SamplingSettings
 from asyncrl.sampling.backend import SamplingBackend

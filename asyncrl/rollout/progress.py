@@ -1,13 +1,19 @@
-"""Where a group is: all that its tasks need to go on from there."""
+"""Where groups and their members are: all that their tasks need to go on, and what each is waiting for.
+
+``GroupProgress`` is saved and read back. ``Activities`` are for whoever wants to know why nothing happens: the members'
+tasks write them before each await, nothing depends on them, and they belong to no trajectory's state.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from asyncrl.types import Trajectory
 
-__all__ = ["GroupProgress"]
+__all__ = ["Activities", "Activity", "GroupProgress"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,3 +93,35 @@ class GroupProgress:
             seconds=self.seconds + now - self.started,
             started=0.0,
         )
+
+
+class Activity(NamedTuple):
+    """One member's: what it does (``queue``, ``sampling``, or a method of its environment), since which loop time."""
+
+    traj: Trajectory
+    doing: str
+    since: float
+
+    @property
+    def words(self) -> str:
+        """For a person: which tool, which call of the environment."""
+        if self.doing == "on_turn" and self.traj.tool_calls:
+            return f"tool {', '.join(call.name or '?' for call in self.traj.tool_calls)}"
+        plain = {"queue": "a place among the sampling requests", "sampling": "a sampling request"}
+        return plain.get(self.doing) or f"environment's {self.doing}"
+
+
+class Activities(dict[str, tuple[Trajectory, str, float]]):
+    """Trajectory id -> itself, what it does, since when; of each member that has a slot.
+
+    A plain dict of plain tuples, because a member writes it several times in each turn.
+    """
+
+    @property
+    def changed(self) -> float:
+        """When somebody began to do something else, as far as they still run."""
+        return max((since for _, _, since in self.values()), default=0.0)
+
+    def oldest(self, most: int) -> list[Activity]:
+        """The ``most`` who have waited longest for one thing."""
+        return [Activity(*each) for each in heapq.nsmallest(most, self.values(), key=lambda activity: activity[2])]

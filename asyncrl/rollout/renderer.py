@@ -128,7 +128,7 @@ class _TokenizingRenderer:
         self._reading = _OffLoop(threads)
 
     async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
-        """See ``Renderer``. Counted as they will be encoded; parts of text become one text."""
+        """The same messages, tool results of more than ``max_tokens`` without their middle; parts become one text."""
 
         def shorten(message: Message) -> Message:
             content = message.get("content")
@@ -149,7 +149,7 @@ class _TokenizingRenderer:
         return self.control.encode(self.control.shield(text))
 
     def text(self, ids: IntArray) -> str:
-        """See ``Renderer``."""
+        """What sampled ``ids`` say."""
         return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     async def _off_loop(self, messages: Sequence[Message], compute: Callable[[], T]) -> T:
@@ -179,14 +179,14 @@ class TextRenderer(_TokenizingRenderer):
         self._bos = str(tokenizer.bos_token or "") if self._opening else ""
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
-        """See ``Renderer``."""
+        """(T,) the contents as tokens, behind the model's beginning-of-text token."""
         text = _joined(messages).removeprefix(self._bos)
         return _ids(await self._off_loop(messages, lambda: self._opening + self.encode(text)))
 
     async def continuation(
         self, before: Sequence[Message], new: Sequence[Message], turn_ids: IntArray, tools: Sequence[Tool]
     ) -> IntArray:
-        """See ``Renderer``. Text has no terminator, so none is added."""
+        """The contents of ``new`` as tokens. Text has no terminator, so none is added."""
         text = _joined(new)
         return _ids(await self._off_loop(new, lambda: self.encode(text)))
 
@@ -197,7 +197,7 @@ class TextRenderer(_TokenizingRenderer):
         return str(self.control.shield(_joined(new)))
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """See ``Renderer``."""
+        """Read a sampled turn; calls in Hermes form."""
         return await self._reading(len(turn_ids), lambda: parse_hermes(self._text(turn_ids)))
 
 
@@ -231,7 +231,7 @@ class ChatRenderer(_TokenizingRenderer):
         return round_trip(self.template, tools, self._read, spelled=self._spelled)
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
-        """See ``Renderer``."""
+        """(T,) what the template writes up to where the model begins."""
 
         def render() -> list[int]:
             ids = self.control.encode(self.template.prompt(messages, tools))
@@ -244,7 +244,7 @@ class ChatRenderer(_TokenizingRenderer):
     async def continuation(
         self, before: Sequence[Message], new: Sequence[Message], turn_ids: IntArray, tools: Sequence[Tool]
     ) -> IntArray:
-        """See ``Renderer``."""
+        """(T,) what the template writes behind ``turn_ids``: a missing terminator, ``new``, the next opening."""
 
         def render() -> list[int]:
             # Encoded with the terminator even if it is there already, so that the rest is split as after a terminator.
@@ -263,13 +263,13 @@ class ChatRenderer(_TokenizingRenderer):
     def written(
         self, new: Sequence[Message], tools: Sequence[Tool], *, turn: Message | None = None, generate: bool = True
     ) -> str:
-        """See ``TextRenderer``; with ``generate`` up to where the model begins, else without that opening."""
+        """The text of a prompt, or of what follows ``turn``; without ``generate``, up to the model's next opening."""
         if turn is None:
             return self.template.prompt(new, tools, generate=generate)
         return self.template.after(turn, new, tools, generate=generate)
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """See ``Renderer``. Uses the tokenizer's own response template if it has one."""
+        """Read a sampled turn, by the tokenizer's own response template if it has one."""
         return await self._reading(len(turn_ids), lambda: self._read(self._text(turn_ids), tools))
 
     def _read(self, text: str, tools: Sequence[Tool]) -> ParsedTurn:

@@ -10,13 +10,11 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import anyio
 
 from asyncrl.errors import ProtocolError, ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
-from asyncrl.rollout.activity import Activities
 from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
 from asyncrl.rollout.budget import Budget, ended
 from asyncrl.rollout.calls import UserCalls
@@ -24,31 +22,18 @@ from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.failures import FailureBudget
 from asyncrl.rollout.groupplan import derived_for_request
+from asyncrl.rollout.progress import Activities
 from asyncrl.rollout.renderer import Renderer
 from asyncrl.sampling.base import ModelRef, Sampler, SegmentRequest
 from asyncrl.scheduling.rules import KVCache
 from asyncrl.scheduling.slots import OrderedSlots
-from asyncrl.scheduling.versions import Placement, place
+from asyncrl.scheduling.versions import Placement, PolicyClock, place
 from asyncrl.types import Segment, Span, SpanKind, StopReason, Trajectory, TruncationCause
 
-__all__ = ["RolloutContext", "SamplingSettings", "VersionSource", "converse", "grade", "leave_version", "restored"]
+__all__ = ["RolloutContext", "SamplingSettings", "converse", "grade", "leave_version", "restored"]
 
 _EMPTY_ABORTS = 16
 # An aborted request may come back empty; a server that does nothing else is not one to wait for.
-
-
-class VersionSource(Protocol):
-    """Tells which policy version a new request uses: ``PolicyClock``, or a fixed one in an evaluation."""
-
-    @property
-    def published(self) -> int:
-        """The newest version that every server holds."""
-        ...
-
-    @property
-    def arriving(self) -> int:
-        """The newest version that may sample a request which leaves now."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +61,8 @@ class RolloutContext:
     budget: Budget
     settings: SamplingSettings
     requests: OrderedSlots
-    versions: VersionSource
+    versions: PolicyClock
+    """Which policy version a new request uses; an evaluation has one of its own, which nobody moves."""
     model_ref: Callable[[int, int], ModelRef]
     pin: Callable[[int], None]
     unpin: Callable[[int], None]

@@ -100,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
         self._main = main
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """See ``pickle.Unpickler``."""
+        """The object ``name`` of ``module``; runs the main script first if it is in there."""
         if module in (_MAIN, _MAIN_IN_WORKER):
             module = _MAIN
             if self._main is not None:

@@ -22,7 +22,7 @@ from asyncrl.events import (
     VersionPublished,
 )
 from asyncrl.observe.watchdog import Watchdog
-from asyncrl.rollout.activity import Activities
+from asyncrl.rollout.progress import Activities
 from asyncrl.sampling.backend import SamplingBackend
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import Deadlock, ScriptedLearner, ScriptedPublisher, ScriptedSampler, run_virtual
