@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from asyncrl.checkpoint.options import Checkpointing
     from asyncrl.errors import InfrastructureError
     from asyncrl.learning.advantages import Batchwise, GroupCentered
-    from asyncrl.learning.lora import LoraConfig
     from asyncrl.learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
-    from asyncrl.learning.optimizer import Adam, cosine
+    from asyncrl.learning.options import Adam, LoraConfig, cosine
     from asyncrl.learning.torch_learner import TorchLearner
     from asyncrl.publishing.policy import Policy
     from asyncrl.rollout.budget import Budget
@@ -77,9 +76,8 @@ _MODULES = {
     "asyncrl.errors": ("InfrastructureError",),
     "asyncrl.training.evaluation": ("Evaluator",),
     "asyncrl.learning.advantages": ("Batchwise", "GroupCentered"),
-    "asyncrl.learning.lora": ("LoraConfig",),
     "asyncrl.learning.losses": ("CISPO", "PPO", "DecoupledPPO", "ImportanceSampling", "PolicyGradient"),
-    "asyncrl.learning.optimizer": ("Adam", "cosine"),
+    "asyncrl.learning.options": ("Adam", "LoraConfig", "cosine"),
     "asyncrl.learning.torch_learner": ("TorchLearner",),
     "asyncrl.publishing.policy": ("Policy",),
     "asyncrl.rollout.budget": ("Budget",),

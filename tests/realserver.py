@@ -13,7 +13,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.sglangcommand import SGLangOptions
 from asyncrl.servers.sglangserver import SGLangServer
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from asyncrl.concurrency.worker import Worker
 from asyncrl.errors import ConfigError, LearnerError, require_choice, require_count
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
-from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import Loss
+from asyncrl.learning.options import LoraConfig
 from asyncrl.types import FloatArray, IntArray
 
 if TYPE_CHECKING:

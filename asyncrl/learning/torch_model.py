@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
-from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import Loss, LossInputs
+from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_state import load_state, save_state
 from asyncrl.types import FloatArray, IntArray
 

@@ -21,7 +21,7 @@ from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.learning.advantages import Batchwise, GroupCentered
 from asyncrl.learning.losses import loss_from
-from asyncrl.learning.optimizer import Adam, cosine
+from asyncrl.learning.options import Adam, cosine
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
 from asyncrl.publishing.policy import Policy

@@ -17,7 +17,7 @@ import anyio
 
 from asyncrl.errors import ConfigError, ServerUnavailable
 from asyncrl.flags import add_flags
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.embedded.options import ServerOptions
 from asyncrl.servers.machine import read_secret
 from asyncrl.servers.sglangcommand import SGLangOptions

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import ConfigError, require_count
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.install import installed_python
 from asyncrl.servers.machine import has_module, visible_gpus
 

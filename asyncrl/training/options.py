@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.events import Events
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
 from asyncrl.learning.losses import Loss, Normalize, loss_from
-from asyncrl.learning.optimizer import Adam
+from asyncrl.learning.options import Adam
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.scheduling.rules import (
     STALE_RULES,

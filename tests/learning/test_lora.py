@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 
 
 def test_named_modules_and_all_linear_layers() -> None:

@@ -9,7 +9,7 @@ import pytest
 import asyncrl as rl
 from asyncrl.errors import ConfigError
 from asyncrl.learning.base import OptimizerSettings
-from asyncrl.learning.optimizer import Adam, cosine
+from asyncrl.learning.options import Adam, cosine
 from asyncrl.testing import ByteRenderer, scripted_policy
 from tests.faults.case import One
 

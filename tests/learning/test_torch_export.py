@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import ConfigError
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import FloatArray
 from tests.learning.tiny import (

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learning.base import Learner, OptimizerSettings, TrainingSequence
-from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import DecoupledPPO, PolicyGradient
+from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_learner import TorchLearner
 
 TOKENS = np.array([3, 1, 4, 1, 5], dtype=np.int32)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import TrainingSequence
-from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, PolicyGradient
+from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import FloatArray
 from tests.learning.tiny import (

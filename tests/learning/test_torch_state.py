@@ -15,8 +15,8 @@ from asyncrl.checkpoint.journal import Journal
 from asyncrl.checkpoint.state import Consumed, JournalEntry
 from asyncrl.checkpoint.weights import SavedWeights
 from asyncrl.errors import CheckpointError
-from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import CISPO, DecoupledPPO
+from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.learning.torch_model import TorchModel
 from tests.learning.tiny import LORA, adam_settings, load, parameters_of, random_sequences, train_step

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.learning.base import OptimizerSettings, TrainingSequence
-from asyncrl.learning.lora import LoraConfig
 from asyncrl.learning.losses import CISPO
+from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import IntArray
 

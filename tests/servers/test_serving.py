@@ -13,7 +13,7 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.cli import main
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 from asyncrl.servers import sglangcommand
 from asyncrl.servers.serving import read_options
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions

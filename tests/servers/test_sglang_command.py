@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.learning.lora import LoraConfig
+from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions, plan_command, plan_here, split_gpus
 
 OWN, INSTALLED = Path("/own/python"), Path("/installed/python")
