@@ -42,7 +42,6 @@ class FleetOptions:
     api_key: str | None
     admin_key: str | None
     retries: int
-    vocab_size: int | None
     allow_version: bool
     timeouts: Timeouts
     starts_servers: bool
@@ -88,7 +87,7 @@ class Fleet(ServerFleet):
             context_of=lambda url: self._contexts.get(url, self.context_tokens),
             in_place=lambda: self._in_place,
             repeated=self._repeated,
-            vocab_size=options.vocab_size if options.vocab_size is not None else vocab_size,
+            vocab_size=vocab_size,
             labels=self.labels,
         )
         self._behind_router: BehindRouter | None = None

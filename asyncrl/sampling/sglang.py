@@ -78,7 +78,6 @@ class SGLang(SamplingBackend):
             api_key=api_key,
             admin_key=admin_key,
             retries=retries,
-            vocab_size=vocab_size,
             allow_version=allow_version,
             timeouts=self.timeouts,
             starts_servers=self.starts_servers,
@@ -145,7 +144,8 @@ class SGLang(SamplingBackend):
                 stack.callback(self.events.subscribe(events.emit))
             urls = check_urls(await stack.enter_async_context(self._source.opened()))
             client = await stack.enter_async_context(open_client(self._transport))
-            await stack.enter_async_context(self.fleet.opened(client, urls, self._source, vocab_size=vocab_size))
+            most = vocab_size if self.vocab_size is None else self.vocab_size
+            await stack.enter_async_context(self.fleet.opened(client, urls, self._source, vocab_size=most))
             yield self
 
     async def sample(self, request: SegmentRequest) -> Segment:
