@@ -20,15 +20,9 @@ __all__ = ["Place", "Router"]
 class Place(Protocol):
     """Takes sampling requests. Real: ``ServerControl``, ``Router``."""
 
-    @property
-    def url(self) -> str:
-        """Its address."""
-        ...
-
-    @property
-    def clock(self) -> HoldClock:
-        """The time that it has for requests."""
-        ...
+    url: str
+    clock: HoldClock
+    """The time that it has for requests."""
 
     async def generate(self, body: Mapping[str, object], *, routing_key: str) -> Answer:
         """The raw answer."""
