@@ -93,7 +93,7 @@ class TorchLearner:
         await self._worker.run(self._opened.prepare_step, sequences)
 
     async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
-        """Add the gradient of ``sum(weight * per-token loss)``; what it sums over the trained tokens."""
+        """Add the gradient of ``sum(weight * per-token loss)``; returns sums over the trained tokens."""
         return await self._worker.run(self._opened.forward_backward, sequences, loss)
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:

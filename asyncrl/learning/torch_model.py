@@ -88,7 +88,7 @@ class TorchModel:
                     self._proximal[id(sequence)] = (sequence, part)
 
     def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
-        """Add the gradient of ``sum(weight * per-token loss)``; sums over the trained tokens, detached."""
+        """Add the gradient of ``sum(weight * per-token loss)``; returns sums over the trained tokens."""
         sums: defaultdict[str, float] = defaultdict(float)
         tokens = 0
         for batch in self._batches(sequences):

@@ -108,7 +108,7 @@ class Admission:
 
     @property
     def slots_in_use(self) -> int:
-        """Slots in use, begun ones included."""
+        """Slots in use; one that some members have left early counts whole."""
         return -(-self._places // self._group_size)
 
     @property

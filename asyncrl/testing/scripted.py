@@ -186,7 +186,7 @@ class ScriptedLearner:
 
     @property
     def parameters(self) -> str:
-        """The digest."""
+        """Hex digest of everything that was trained."""
         parameters = self._loaded
         for batch, divisor, settings in zip(self.batches, self.divisors, self.settings, strict=True):
             digest = hashlib.sha256(f"{parameters} {divisor!r} {settings!r}".encode())
@@ -216,15 +216,15 @@ class ScriptedLearner:
         """Nothing is written."""
 
     async def weights(self) -> Mapping[str, Any]:
-        """There are none."""
+        """No parameters: an empty mapping."""
         return {}
 
     async def adapter_config(self) -> Mapping[str, Any]:
-        """Nothing but the rank."""
+        """Kind and rank of the adapter."""
         return {"peft_type": "LORA", "r": self.lora_rank}
 
     async def logprobs(self, tokens: IntArray, *, start: int, temperature: float) -> FloatArray:
-        """Zeros."""
+        """(T - start,) zeros."""
         return np.zeros(len(tokens) - start, dtype=np.float32)
 
 
@@ -243,13 +243,13 @@ class ScriptedPublisher:
         self.staged.append(version)
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
-        """All of them, if it keeps versions at all."""
+        """All of ``versions`` if versions can be pinned, else none."""
         adopted = frozenset(versions if self.pins_versions else ())
         self.published.extend(sorted(adopted))
         return adopted
 
     async def publish(self, version: int) -> float:
-        """Wait, then say that it is live."""
+        """Take ``seconds()``, then list ``version`` as published; the probe error is 0."""
         await anyio.sleep(self._seconds())
         self.published.append(version)
         return 0.0
@@ -261,11 +261,11 @@ class ScriptedPublisher:
         return ModelRef(adapter=f"scripted-v{version}", extra_key=f"v{version if anchor is None else anchor}")
 
     def pin(self, version: int) -> None:
-        """One more that uses it."""
+        """Count one more user of ``version``."""
         self.holders[version] += 1
 
     def unpin(self, version: int) -> None:
-        """One less."""
+        """Count one user of ``version`` less."""
         self.holders[version] -= 1
 
 

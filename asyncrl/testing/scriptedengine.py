@@ -73,7 +73,7 @@ class ScriptedEngine:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all running requests."""
+        """Sum over all running requests."""
         return sum(run.tokens_per_second for run in self._running)
 
     def become(self, theta: float | None, label: str | None) -> None:
@@ -170,7 +170,7 @@ class ScriptedEngine:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def update(self, weights: Path | float | None, label: str | None) -> None:
-        """Take theta, from a folder or as it is."""
+        """Take theta: a number, or read from a folder; None changes only the label."""
         self.become(read_theta(weights) if isinstance(weights, Path) else weights, label)
 
     def unpacked(self, payloads: Sequence[bytes]) -> float | None:
@@ -178,14 +178,14 @@ class ScriptedEngine:
         return find_theta(payloads)
 
     async def join(self, place: GroupPlace) -> None:
-        """Nobody connects to it."""
+        """Nothing to do: no process connects to the group."""
 
     async def receive(self, group: None, broadcast: Broadcast) -> float | None:
-        """As ``unpacked``, from what is announced; nothing is sent."""
+        """Theta from the announced names of tensors; nothing is sent."""
         return find_theta(str(name).encode() for name in broadcast.names)
 
     async def checksums(self) -> dict[str, str]:
-        """Of theta."""
+        """A digest of theta, the only weight."""
         return {"theta": hashlib.sha256(str(self.theta).encode()).hexdigest()[:16]}
 
     @asynccontextmanager
@@ -247,7 +247,7 @@ class ScriptedEngine:
             run.finished(ABORTED)
 
     def _catch_up(self) -> None:
-        """What is due by now comes from the weights as they are."""
+        """Give running requests the tokens that are due by now, before the weights change."""
         for run in self._running:
             if run.running:
                 self._advance(run)

@@ -29,7 +29,7 @@ class Run(Generation[float]):
     script: Sequence[int] | None
     """Its tokens, or None to draw them."""
     seconds: float
-    """That they take."""
+    """How long all its tokens take."""
     held: bool
     changed: Notifier = field(default_factory=Notifier)
     """Notified when the request is to go on, to stop or to end."""
@@ -45,7 +45,7 @@ class Run(Generation[float]):
     # Theta of the token that was under way when the request was frozen.
 
     def allow(self, tokens: int) -> None:
-        """How many it may have."""
+        """Set how many tokens the request may have; a script may have fewer."""
         self._planned = tokens if self.script is None else min(tokens, len(self.script))
 
     def prefill(self, prefixes: PrefixMemory, theta: float) -> None:
@@ -66,7 +66,7 @@ class Run(Generation[float]):
             self.prompt_logprobs = list(zip([None, *scores[1:]], tokens, strict=True))
 
     def go(self) -> None:
-        """Its tokens appear from now on."""
+        """Start or resume: tokens appear from now on, at an even pace."""
         self.running = True
         self._since = anyio.current_time()
         self.changed.notify()
@@ -80,12 +80,12 @@ class Run(Generation[float]):
             self.changed.notify()
 
     def hurry(self) -> None:
-        """All its tokens are due."""
+        """Make all remaining tokens due at once."""
         self.held, self.seconds = False, 0.0
         self.changed.notify()
 
     def finished(self, reason: Mapping[str, Any]) -> None:
-        """It ends with what it has, unless it has ended."""
+        """End the request with the tokens that it has; nothing happens if it has ended."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self.running = False
@@ -93,20 +93,20 @@ class Run(Generation[float]):
 
     @property
     def tokens_per_second(self) -> float:
-        """How fast its tokens come now."""
+        """Tokens a second at this moment; 0 while it is held or stopped."""
         if self.held or not self.running or not self.seconds:
             return 0.0
         return self._planned / self.seconds
 
     def seconds_left(self) -> float:
-        """Until its last token, if nothing happens."""
+        """Seconds until its last token, if nothing happens; infinite while it is held."""
         if self.held:
             return math.inf
         left = self.seconds - self._worked_s - (anyio.current_time() - self._since)
         return left if left > _ROUNDING_S else 0.0
 
     def advance(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
-        """Have the tokens that are due, of the weights ``theta`` called ``label``."""
+        """Append the tokens that are due by now, drawn from the weights ``theta`` and labelled ``label``."""
         due = self._due()
         while len(self.output) < due and self.finish_reason is None:
             self._append(theta, label, eos=eos, uniform=uniform)
@@ -159,7 +159,7 @@ class PrefixMemory:
         self._known.setdefault(namespace, deque(maxlen=_PREFIXES)).append(tuple(tokens))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget every cached sequence."""
         self._known.clear()
 
 

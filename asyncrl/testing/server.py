@@ -156,7 +156,7 @@ class ScriptedServer:
         self._engine.become(theta, None)
 
     def fault(self, route: str, *faults: Fault) -> None:
-        """The next calls of ``route`` meet these, one each."""
+        """Let the next calls of ``route`` go wrong in these ways, one call each."""
         self._faults.setdefault(route, deque()).extend(faults)
 
     def release(self) -> None:
