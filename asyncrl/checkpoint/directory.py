@@ -50,7 +50,7 @@ class RunDirectory:
         """The newest step after which the policy was measured; -1 if it never was."""
         self.journal = Journal(path / "journal", path / "refused")
         self.weights = SavedWeights(path / "weights")
-        self._snapshots: Snapshots | None = None
+        self._snapshots = Snapshots(path / "state")
         self._run_file = path / _RUN_FILE
         self._evaluated_file = path / "state" / "evaluated.json"
         self._content: dict[str, Any] = {}
@@ -69,13 +69,12 @@ class RunDirectory:
             with reading(self.path / name):
                 (self.path / name).mkdir(exist_ok=True)
                 sweep(self.path / name)
-        snapshots = self._snapshots = Snapshots(self.path / "state")
         entries = self.journal.steps()
         weights = self.weights.versions()
         self._content = read_json(self._run_file) if self._run_file.exists() else {}
         self.run = self._content.get("run", self.run)
         # Without its file nothing says which run the state is of, and that is refused.
-        state = snapshots.read(row, self._content.get("run"))
+        state = self._snapshots.read(row, self._content.get("run"))
         if state is not None or entries or any(weights):
             self._require_same(identity)
         else:
@@ -86,7 +85,7 @@ class RunDirectory:
         self.state = state or RunState()
         for n in entries:
             if n > self.state.n:
-                self._apply(n, snapshots)
+                self._apply(n)
         self._require_logged(logged)
         if self._evaluated_file.exists():
             self.evaluated = read_json(self._evaluated_file)["n"]
@@ -96,8 +95,7 @@ class RunDirectory:
     @property
     def damaged(self) -> Mapping[str, CheckpointError]:
         """What is damaged and was not needed, as there was something older: the name of its notice -> the error."""
-        snapshot = None if self._snapshots is None else self._snapshots.damage
-        found = {"snapshot_damaged": snapshot, "weights_damaged": self.weights.damage}
+        found = {"snapshot_damaged": self._snapshots.damage, "weights_damaged": self.weights.damage}
         return {name: error for name, error in found.items() if error is not None}
 
     def commit(self, n: int) -> None:
@@ -109,7 +107,6 @@ class RunDirectory:
 
     def save(self, state: RunState, *, weights_step: int) -> None:
         """Save ``state``. Steps before it and before ``weights_step``, that of the newest weights, are forgotten."""
-        assert self._snapshots is not None, "read first"
         oldest = self._snapshots.write(replace(state, run=self.run))
         self.journal.forget(min(oldest, weights_step))
 
@@ -120,8 +117,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """End the file that is being written."""
-        if self._snapshots is not None:
-            self._snapshots.close()
+        self._snapshots.close()
 
     def _require_same(self, identity: Mapping[str, Any]) -> None:
         if "plan" not in self._content:
@@ -147,11 +143,11 @@ class RunDirectory:
                 f"to make the steps after {self.state.n} once more, move {path.name} away"
             )
 
-    def _apply(self, n: int, snapshots: Snapshots) -> None:
+    def _apply(self, n: int) -> None:
         path = self.journal.path(n)
         if n != self.state.n + 1:
             missing = self.journal.path(self.state.n + 1)
-            raise snapshots.damage or CheckpointError(
+            raise self._snapshots.damage or CheckpointError(
                 f"{missing} is missing, {path.name} is there, and no snapshot of step {n - 1} in state; {_WAY_OUT}"
             )
         try:

@@ -46,12 +46,12 @@ class Snapshots:
         self._tokens = TokenStore(folder)
         self._kept: list[tuple[int, int, set[int]]] = []
         # Number, step and shards of the snapshots that are kept, oldest first.
-        self._next = 1 + max(self._numbers(), default=0)
 
     def write(self, state: RunState) -> int:
         """Save ``state`` and forget all but the newest two. Returns the oldest step that a kept snapshot is after."""
         self._tokens.begin()
-        path = self._path(self._next)
+        number = 1 + max(self._numbers(), default=0)
+        path = self._path(number)
         try:
             # The lines first: they write the token data, which has to be on disk before anything names it.
             lines = list(self._lines(state))
@@ -64,9 +64,7 @@ class Snapshots:
             self._tokens.abandon()
             raise
         write(path, sealed(lines, LINES_END))
-        self._kept.append((self._next, state.n, shards))
-        self._next += 1
-        self._kept = self._kept[-_KEPT:]
+        self._kept = [*self._kept, (number, state.n, shards)][-_KEPT:]
         oldest = self._kept[0][0]
         for number in self._numbers():
             if number < oldest:

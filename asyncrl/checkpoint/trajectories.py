@@ -132,7 +132,8 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shard = max(numbered(folder, _PREFIX, _SUFFIX), default=0)
+        self._shard = 0
+        # The one that is being written, if ``_file`` is open.
         self._file: BinaryIO | None = None
         self._offset = 0
         self._written: _Places = {}
@@ -231,7 +232,7 @@ class TokenStore:
 
     def _opened(self) -> BinaryIO:
         if self._file is None:
-            self._shard += 1
+            self._shard = 1 + max([self._shard, *numbered(self._folder, _PREFIX, _SUFFIX)])
             path = _path(self._folder, self._shard)
             self._file = path.open("xb")
             self._offset = 0
