@@ -67,13 +67,17 @@ class Batches:
         self._awaited = 0
         self._opener: _Opener | None = None
         # Groups that a trainer at the barrier wants, and who let it pass.
-        self.waits: list[BarrierWait] = []
-        """Barrier waits since the trainer last cleared them."""
+        self._waits: list[BarrierWait] = []
 
     @property
     def ready(self) -> int:
         """Finished groups that no batch has taken."""
         return len(self._ready)
+
+    def take_waits(self) -> tuple[BarrierWait, ...]:
+        """The trainer's waits at the barrier since the last call."""
+        waits, self._waits = tuple(self._waits), []
+        return waits
 
     def waiting(self) -> list[Group]:
         """Those groups, and parts of groups, first finished first."""
@@ -139,7 +143,7 @@ class Batches:
             self._awaited = 0
             self._opener = None
         if opener is not None:
-            self.waits.append(_barrier_wait(*opener, seconds=anyio.current_time() - started))
+            self._waits.append(_barrier_wait(*opener, seconds=anyio.current_time() - started))
         return batch
 
     async def take_chunk(self, remaining: int, threshold: ForwardBackwardBatch) -> list[Group]:

@@ -125,13 +125,13 @@ class TrainerStep:
 
         Waits for finished groups, and for the barrier.
         """
-        if self._options.overlap is None:
-            groups = await self._take_batch()
-            self._wanted = 0
+        batches, overlap = self._run.batches, self._options.overlap
+        if overlap is None:
+            groups, self._wanted = await batches.take(self._wanted), 0
         else:
-            groups = await self._run.batches.take_chunk(self._wanted, self._options.overlap)
-            self._wanted = self._run.batches.obtainable(self._wanted - len(groups)) if groups else 0
-            self._end_wait()
+            groups = await batches.take_chunk(self._wanted, overlap)
+            self._wanted = batches.obtainable(self._wanted - len(groups)) if groups else 0
+        self._end_wait()
         self.groups += groups
         if groups:
             indices = tuple(group.index for group in groups)
@@ -180,13 +180,13 @@ class TrainerStep:
     def finish(self, evaluation_s: float) -> Step:
         """Report the step, after which an evaluation took ``evaluation_s`` seconds; what the caller gets of it."""
         # A learner of the user's own reports what it likes; a logger gets floats.
-        metrics = numbers({**self._metrics(), "evaluation/seconds": evaluation_s})
+        metrics = numbers(self._metrics() | {"evaluation/seconds": evaluation_s})
         now, model_step = anyio.current_time(), self._run.clock.committed
         self._events.emit(StepFinished(time=now, n=self.n, model_step=model_step, metrics=metrics))
         trajectories = [member for group in self.groups for member in group.members_G]
         return Step(n=self.n, model_step=model_step, metrics=metrics, trajectories=trajectories, waits=self._waits)
 
-    def _metrics(self) -> Mapping[str, float]:
+    def _metrics(self) -> dict[str, float]:
         self._run.observers.recorder.add_wasted(self._assembly.wasted_tokens)
         batch = self._batch.metrics()
         return {
@@ -200,19 +200,14 @@ class TrainerStep:
             **{f"optimizer/{key}": value for key, value in self._optimized.items()},
         }
 
-    async def _take_batch(self) -> list[Group]:
-        batches = self._run.batches
-        groups = await batches.take(self._wanted)
-        self._waits = tuple(batches.waits)
-        batches.waits.clear()
-        self._end_wait(barrier=sum(wait.seconds for wait in self._waits))
-        for wait in self._waits:
-            self._events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
-        return groups
-
-    def _end_wait(self, *, barrier: float = 0.0) -> None:
-        published = self._run.admission.slot_wait.take()
+    def _end_wait(self) -> None:
+        """What passed was the wait for samples, but for what was waited at the barrier and for a publication."""
+        waits = self._run.batches.take_waits()
+        self._waits += waits
+        barrier, published = sum(wait.seconds for wait in waits), self._run.admission.slot_wait.take()
         self.times.end("wait_for_samples", of_which={"barrier": barrier, "publication": published})
+        for wait in waits:
+            self._events.emit(BarrierOpened(time=anyio.current_time(), wait=wait))
 
     async def _assemble(self, groups: Sequence[Group], *, last: bool) -> list[TrainingSequence]:
         """Group by group: a batch of thousands is a second of work, and samples and tools are served in between."""

@@ -36,7 +36,7 @@ from asyncrl.types import Row, Step
 __all__ = ["AsyncTrainer"]
 
 
-async def _run(run: TrainingRun, consumer: Consumer[Step]) -> None:
+async def _loops(run: TrainingRun, consumer: Consumer[Step]) -> None:
     # As many versions may wait for publication as the bound allows the trainer to be ahead.
     staged, versions = anyio.create_memory_object_stream[int](max(1, run.options.max_staleness))
     with staged, versions:
@@ -62,6 +62,7 @@ async def _admit(run: TrainingRun) -> None:
 
 
 async def _train(run: TrainingRun, consumer: Consumer[Step], staged: MemoryObjectSendStream[int]) -> None:
+    """Take step after step, each when the caller asks for it, until the last one or until no rows are left."""
     n = run.record.n
     await run.evaluate(n)
     while n < run.steps:
@@ -87,6 +88,7 @@ async def _train(run: TrainingRun, consumer: Consumer[Step], staged: MemoryObjec
 
 
 async def _publish(run: TrainingRun, versions: MemoryObjectReceiveStream[int]) -> None:
+    """Publish what the trainer has staged, in order, while it goes on."""
     with run.first_error.watched():
         async for version in versions:
             await run.session.publish(version)
@@ -124,6 +126,6 @@ class AsyncTrainer(TrainingOptions):
                 # How many servers there are may be seen only now; nothing is live on them yet.
                 self.require_versions(kept=session.policy.publisher.pins_versions)
                 await session.publish(await saver.restore(session.policy))
-                await _run(TrainingRun(self, session, rows, steps, saver), consumer)
+                await _loops(TrainingRun(self, session, rows, steps, saver), consumer)
 
         return iterate(produce)

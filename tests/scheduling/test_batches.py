@@ -119,7 +119,7 @@ async def test_the_wait_at_the_barrier_is_timed_and_names_the_group() -> None:
         tasks.start_soon(finish)
         batch = await books.batches.take(1)
     assert _indices(batch) == [0]
-    assert [(wait.seconds, wait.group) for wait in books.batches.waits] == [(7.0, 0)]
+    assert [(wait.seconds, wait.group) for wait in books.batches.take_waits()] == [(7.0, 0)]
 
 
 @pytest.mark.virtual_clock
