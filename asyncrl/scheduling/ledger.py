@@ -31,9 +31,6 @@ from asyncrl.types import DropReason
 
 __all__ = ["ENTERED", "Ledger", "LedgerTotals"]
 
-ENTERED = (GroupAdmitted, GroupRerolled, GroupFinished, BatchTaken, GroupConsumed, GroupDropped, MemberFailed)
-"""The events to subscribe to."""
-
 
 @dataclass(slots=True, kw_only=True)
 class LedgerTotals:
@@ -82,16 +79,6 @@ class Ledger:
     def __init__(self, *, totals: LedgerTotals | None = None, open: Mapping[int, bool] | None = None) -> None:
         self.totals = totals or LedgerTotals()
         self._open = {group: _Entry(finished=finished) for group, finished in (open or {}).items()}
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
-            GroupAdmitted: self._admit,
-            GroupRerolled: self._reroll,
-            GroupFinished: self._finish,
-            BatchTaken: self._take,
-            GroupConsumed: self._consume,
-            GroupDropped: self._drop,
-            MemberFailed: self._fail,
-        }
-        assert self._handlers.keys() == set(ENTERED)
         self._balance()
 
     @property
@@ -105,9 +92,9 @@ class Ledger:
 
     def observe(self, event: Event) -> None:
         """Enter ``event``. Raises ``StalenessError`` if it cannot be."""
-        handler = self._handlers.get(type(event))
+        handler = _HANDLERS.get(type(event))
         if handler is not None:
-            handler(event)
+            handler(self, event)
             self._balance()
 
     def close(self) -> int:
@@ -191,3 +178,16 @@ class Ledger:
             raise StalenessError(f"group {event.group} is dropped, but members of it are in a batch")
         del self._open[event.group]
         self.totals.dropped[event.reason] += 1
+
+
+_HANDLERS: Mapping[type[Event], Callable[[Ledger, Any], None]] = {
+    GroupAdmitted: Ledger._admit,
+    GroupRerolled: Ledger._reroll,
+    GroupFinished: Ledger._finish,
+    BatchTaken: Ledger._take,
+    GroupConsumed: Ledger._consume,
+    GroupDropped: Ledger._drop,
+    MemberFailed: Ledger._fail,
+}
+ENTERED = tuple(_HANDLERS)
+"""The events to subscribe to."""

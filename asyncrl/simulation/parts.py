@@ -22,7 +22,7 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.simulation.cost import Cost, LoadModel, ShuffledRatios
 from asyncrl.simulation.sharing import ProcessorSharing
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
-from asyncrl.testing.scripted import ScriptedLearner, ScriptedPublisher
+from asyncrl.testing.scripted import ByteRenderer, ScriptedLearner, ScriptedPublisher
 from asyncrl.types import (
     FloatArray,
     IntArray,
@@ -134,10 +134,9 @@ class ScriptedEnv(Env):
         return await self.reward(traj, row)
 
 
-class CountingRenderer:
+class CountingRenderer(ByteRenderer):
     """Messages are numbers of tokens."""
 
-    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
@@ -149,10 +148,6 @@ class CountingRenderer:
     ) -> IntArray:
         """(T,) as many tokens as the message says."""
         return blank(new[0]["tokens"])
-
-    async def shortened(self, messages: Sequence[Message], max_tokens: int) -> list[Message]:
-        """The messages as they are: the script has them as the run shortened them."""
-        return list(messages)
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """An empty message: tokens have no content here."""
