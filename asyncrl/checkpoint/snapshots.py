@@ -66,9 +66,9 @@ class Snapshots:
         write(path, sealed(lines, LINES_END))
         self._kept = [*self._kept, (number, state.n, shards)][-_KEPT:]
         oldest = self._kept[0][0]
-        for number in self._numbers():
-            if number < oldest:
-                discard(self._path(number))
+        for other in self._numbers():
+            if other < oldest:
+                discard(self._path(other))
         self._tokens.keep_only(shard for _, _, used in self._kept for shard in used)
         return min(n for _, n, _ in self._kept)
 
@@ -129,16 +129,16 @@ class Snapshots:
     def _read(self, path: Path, row: Callable[[int], Row], run: str | None) -> tuple[RunState, set[int]]:
         data = unsealed(path, LINES_END)
         try:
-            header, *groups, _ = [loads(line) for line in data.splitlines()]
+            header, *lines, _ = [loads(line) for line in data.splitlines()]
             if header.pop("format") != _FORMAT:
                 raise CheckpointError(f"{path} is of another release: resume it with that, or use another folder")
             require_own(path, header["run"], run)
             header["rollout_keys"] = tuple(header["rollout_keys"])
-            header["totals"] = _read_totals(header["totals"])
-            trajectories = TrajectoryReader(self._folder, self._tokens)
-            reader = _Reader(trajectories, row)
-            state = RunState(**header, groups={group["index"]: reader.group(group) for group in groups})
-            return state, trajectories.shards
+            counters = {name: Counter(header["totals"][name]) for name in _COUNTERS}
+            header["totals"] = LedgerTotals(**{**header["totals"], **counters})
+            reader = TrajectoryReader(self._folder, self._tokens)
+            groups = {group["index"]: _read_group(group, row(group["index"]), reader) for group in lines}
+            return RunState(**header, groups=groups), reader.shards
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise damaged(path, repr(error)) from error
 
@@ -149,44 +149,35 @@ class Snapshots:
         return self._folder / f"{number:06d}{_SUFFIX}"
 
 
-class _Reader:
-    """Reads the groups of one snapshot."""
+def _read_group(value: Mapping[str, Any], row: Row, trajectories: TrajectoryReader) -> GroupState:
+    def members(heads: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
+        return [trajectories.read(head, row) for head in heads]
 
-    def __init__(self, trajectories: TrajectoryReader, row: Callable[[int], Row]) -> None:
-        self._trajectories = trajectories
-        self._row = row
-
-    def group(self, value: Mapping[str, Any]) -> GroupState:
-        row = self._row(value["index"])
-        progress, renewed = value.get("progress"), value.get("renewed")
-        return GroupState(
-            index=value["index"],
-            due=value["due"],
-            taken=set(value["taken"]),
-            parts=[
-                Group(**{name: part[name] for name in _PART}, row=row, members_G=self._members(part["members"], row))
-                for part in value["parts"]
-            ],
-            progress=None if progress is None else self._progress(progress, row),
-            renewed=None if renewed is None else Renewed.read(renewed),
-        )
-
-    def _progress(self, value: Mapping[str, Any], row: Row) -> GroupProgress:
-        quorum = value["at_quorum"]
-        return GroupProgress(
-            **{name: value[on_disk] for name, on_disk in _PROGRESS.items()},
-            active={traj.member: traj for traj in self._members(value["active"], row)},
-            ended=self._members(value["ended"], row),
-            removed=set(value["left"]),
-            attempts=Counter(dict(value["attempts"])),
-            retries=Counter(dict(value["retries"])),
-            at_quorum=None if quorum is None else dict(quorum),
-            failure=None if value["lost"] is None else EnvironmentFailure(value["lost"]),
-        )
-
-    def _members(self, values: Sequence[dict[str, Any]], row: Row) -> list[Trajectory]:
-        return [self._trajectories.read(value, row) for value in values]
+    progress, renewed = value.get("progress"), value.get("renewed")
+    return GroupState(
+        index=value["index"],
+        due=value["due"],
+        taken=set(value["taken"]),
+        parts=[
+            Group(**{name: part[name] for name in _PART}, row=row, members_G=members(part["members"]))
+            for part in value["parts"]
+        ],
+        progress=None if progress is None else _read_progress(progress, members),
+        renewed=None if renewed is None else Renewed.read(renewed),
+    )
 
 
-def _read_totals(values: dict[str, Any]) -> LedgerTotals:
-    return LedgerTotals(**{**values, **{name: Counter(values[name]) for name in _COUNTERS}})
+def _read_progress(
+    value: Mapping[str, Any], members: Callable[[Sequence[Mapping[str, Any]]], list[Trajectory]]
+) -> GroupProgress:
+    quorum = value["at_quorum"]
+    return GroupProgress(
+        **{name: value[on_disk] for name, on_disk in _PROGRESS.items()},
+        active={traj.member: traj for traj in members(value["active"])},
+        ended=members(value["ended"]),
+        removed=set(value["left"]),
+        attempts=Counter(dict(value["attempts"])),
+        retries=Counter(dict(value["retries"])),
+        at_quorum=None if quorum is None else dict(quorum),
+        failure=None if value["lost"] is None else EnvironmentFailure(value["lost"]),
+    )
