@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,34 +137,22 @@ def _decode(data: bytes, *, sequences: bool) -> JournalEntry:
     if metadata["format"] != _FORMAT:
         raise ValueError(f"its format is {metadata['format']!r} and not {_FORMAT!r}")
     head = orjson.loads(metadata["entry"])
-    arrays = safetensors.numpy.load(data) if sequences else None
-    sizes = head.pop("chunks")
-    consumed = tuple(
-        Consumed(group=one["group"], members=tuple(one["members"]), final=one["final"]) for one in head.pop("consumed")
-    )
-    renewed = tuple(Renewed.read(one) for one in head.pop("renewed", ()))
-    settings = head.pop("settings")
-    every = [] if arrays is None else list(_sequences(arrays))
-    ends = np.cumsum([0, *sizes]).tolist()
-    chunks = [every[start:end] for start, end in pairwise(ends)]
-    return JournalEntry(
-        **{**head, "dropped": tuple((group, reason) for group, reason in head["dropped"])},
-        consumed=consumed,
-        renewed=renewed,
-        settings=None if settings is None else OptimizerSettings(**settings),
-        chunks=chunks,
-    )
+    every = _sequences(safetensors.numpy.load(data)) if sequences else iter(())
+    settings = head["settings"]
+    values = {
+        "consumed": tuple(Consumed(**{**one, "members": tuple(one["members"])}) for one in head["consumed"]),
+        "dropped": tuple((group, reason) for group, reason in head["dropped"]),
+        "renewed": tuple(Renewed.read(one) for one in head.get("renewed", ())),
+        "settings": None if settings is None else OptimizerSettings(**settings),
+        "chunks": [list(islice(every, size)) for size in head["chunks"]],
+    }
+    return JournalEntry(**{**head, **values})
 
 
 def _sequences(arrays: dict[str, np.ndarray[Any, Any]]) -> Iterator[TrainingSequence]:
     end = 0
     for index, length in enumerate(arrays["lengths"].tolist()):
         start, end = end, end + length
-        yield TrainingSequence(
-            tokens=arrays["tokens"][start:end],
-            logprobs=arrays["logprobs"][start:end],
-            mask=arrays["mask"][start:end],
-            advantage=float(arrays["advantage"][index]),
-            weight=float(arrays["weight"][index]),
-            temperature=float(arrays["temperature"][index]),
-        )
+        values: dict[str, Any] = {name: arrays[name][start:end] for name in _ARRAYS}
+        values |= {name: float(arrays[name][index]) for name in _NUMBERS}
+        yield TrainingSequence(**values)
