@@ -1,0 +1,61 @@
+"""Where the public names are: read by type checkers, and by ``__init__.py`` when a name is first used."""
+
+from .checkpoint.options import Checkpointing
+from .errors import InfrastructureError
+from .learning.advantages import Batchwise, GroupCentered
+from .learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
+from .learning.options import Adam, LoraConfig, cosine
+from .learning.torch_learner import TorchLearner
+from .publishing.policy import Policy
+from .rollout.budget import Budget
+from .rollout.engine import RolloutEngine
+from .rollout.env import Env, TurnResult
+from .rollout.failures import Failures
+from .rollout.processes import in_process
+from .rollout.tools import tool
+from .sampling.sglang import SGLang
+from .sampling.sources import DnsSource, FileSource
+from .scheduling.rules import ForwardBackwardBatch, GroupCompletion, KVCache, Schedule, Truncation
+from .servers.sglangcommand import SGLangOptions
+from .training.evaluation import Evaluator
+from .training.running import run
+from .training.trainer import AsyncTrainer
+from .types import Step, Trajectory
+
+__all__ = [
+    "CISPO",
+    "PPO",
+    "Adam",
+    "AsyncTrainer",
+    "Batchwise",
+    "Budget",
+    "Checkpointing",
+    "DecoupledPPO",
+    "DnsSource",
+    "Env",
+    "Evaluator",
+    "Failures",
+    "FileSource",
+    "ForwardBackwardBatch",
+    "GroupCentered",
+    "GroupCompletion",
+    "ImportanceSampling",
+    "InfrastructureError",
+    "KVCache",
+    "LoraConfig",
+    "Policy",
+    "PolicyGradient",
+    "RolloutEngine",
+    "SGLang",
+    "SGLangOptions",
+    "Schedule",
+    "Step",
+    "TorchLearner",
+    "Trajectory",
+    "Truncation",
+    "TurnResult",
+    "cosine",
+    "in_process",
+    "run",
+    "tool",
+]
