@@ -19,7 +19,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.concurrency.endings import LazyCoroutine, keeping_first_error
 from asyncrl.concurrency.iteration import Consumer, iterate
-from asyncrl.errors import ConfigError, require_choice, require_count
+from asyncrl.errors import ConfigError, StalenessError, require_choice, require_count
 from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.publishing.policy import OpenPolicy, Policy
 from asyncrl.rollout.border import checked_rows
@@ -128,8 +128,11 @@ class EngineSession:
     ) -> Group | FailedGroup:
         """Roll out ``size`` trajectories of ``row``; ``index`` is the priority, smaller first.
 
-        ``on_part``, ``on_reroll`` and ``progress``: see ``run_group``.
+        ``on_part``, ``on_reroll`` and ``progress``: see ``run_group``. Raises ``StalenessError`` before a version is
+        published.
         """
+        if self.clock.published < 0:
+            raise StalenessError("no version is published yet, so that there is none to sample with")
         plan = GroupPlan(
             index=index,
             row=row,
