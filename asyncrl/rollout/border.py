@@ -95,7 +95,7 @@ def raised_at(error: BaseException | None) -> str:
 
 
 def refuse(what: str, value: object, allowed: str, function: Any) -> Never:
-    """Raise the error of this module."""
+    """Raise ``InvalidValue``: ``function`` gave ``value`` as ``what``, which must be ``allowed``."""
     raise InvalidValue(f"{what} is {shown(value)}, but must be {allowed}: {place(function)}")
 
 

@@ -22,7 +22,7 @@ from asyncrl.rollout.renderer import Renderer
 from asyncrl.rollout.toolcalls import ParsedTurn
 from asyncrl.types import IntArray, Segment, StopReason, Trajectory, TruncationCause
 
-__all__ = ["Budget", "ended"]
+__all__ = ["Budget", "cut_at_stop"]
 
 _BYTES = 4
 # Of a character, at most; a token has at least one.
@@ -88,8 +88,8 @@ class Budget:
         cap = self._turn_cap(turn_cap)
         return cap is not None and traj.turn_tokens >= cap
 
-    def answered(self, parsed: ParsedTurn) -> ParsedTurn:
-        """The turn with as many calls as are run, and one that says of the others that they are not.
+    def limit_calls(self, parsed: ParsedTurn) -> ParsedTurn:
+        """The turn with the first ``max_turn_calls`` of its calls, and one whose error says how many were left out.
 
         A model that repeats itself can write ten thousand calls into a turn.
         """
@@ -113,10 +113,10 @@ class Budget:
         return self.max_turn_tokens if turn_cap is None else turn_cap
 
 
-def ended(segment: Segment, traj: Trajectory, renderer: Renderer) -> Segment:
-    """The part of ``segment`` that belongs to the open turn of ``traj``, which it follows.
+def cut_at_stop(segment: Segment, traj: Trajectory, renderer: Renderer) -> Segment:
+    """``segment``, which follows the open turn of ``traj``, up to where a stop string or stop token ends that turn.
 
-    It ends with STOP if the turn is complete with it: also if the server was told to abort in the same moment.
+    Its ``stop`` is STOP if it completes the turn, also if the server was told to abort it in the same moment.
     """
     stopped = segment.stop is StopReason.STOP
     if (stopped and not renderer.stop) or not len(segment.tokens):

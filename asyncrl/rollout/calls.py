@@ -118,7 +118,7 @@ class UserCalls:
         raise failure  # outside of the handler, so that it keeps its own cause
 
     def _look(self) -> None:
-        """The deadline of some call has come; of one that has ended, if another is under way."""
+        """Cancel the tasks whose calls are late, and set the timer for the deadline that comes next."""
         self._timer = None
         now = self._now()
         for task, due in self._due.items():
@@ -166,7 +166,7 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
 
 
 def _forget(call: _Call, abandoned: dict[_Call, str]) -> None:
-    """Nobody waits for what it returned."""
+    """``call`` has returned, and nobody waits for its result: close it if it is a coroutine."""
     abandoned.pop(call, None)
     if inspect.iscoroutine(call.result):
         call.result.close()

@@ -99,7 +99,7 @@ def read_json(text: str, name: str = "") -> Any:
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A value of a notation that does not tell text from other values, as its schema wants it."""
+    """The value that ``text`` stands for in a notation without types: what ``schema`` asks for, or else the text."""
     wanted = _types(schema)
     if wanted == {"string"}:
         return text
@@ -125,7 +125,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def pairs_of(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> Found:
-    """A call of parameters and their values as text, which the tool's schema tells apart."""
+    """A call given as parameters and texts; the tool's schema says which of the texts are numbers and other values."""
     known = parameters.get(name, {}).get("properties", {})
     return Found(name=name, arguments={key: _typed(value, known.get(key, {})) for key, value in pairs})
 

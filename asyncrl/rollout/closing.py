@@ -114,7 +114,7 @@ class _Call:
         self.error: Exception | None = None
 
     async def run(self) -> None:
-        """Until the coroutine has ended, whatever it does."""
+        """Run the coroutine until it ends or is dropped; what it raises is ``error`` afterwards."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         timers = [
@@ -142,7 +142,7 @@ class _Call:
         task.cancel()  # unlike the cancellation of a scope it reaches into one that is shielded
 
     def __await__(self) -> Generator[Any, Any, None]:
-        """What ``await coroutine`` does, with a way out."""
+        """Drive the coroutine as ``await`` does, until it is dropped."""
         resume = functools.partial(self._coroutine.send, None)
         while True:
             try:

@@ -61,7 +61,7 @@ class ControlTokens:
 
     @property
     def ids(self) -> frozenset[int]:
-        """All of them."""
+        """The ids of all of them."""
         return frozenset(self.texts)
 
     def shield(self, value: Any, *, model_turn: bool = False) -> Any:

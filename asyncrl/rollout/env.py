@@ -131,7 +131,7 @@ def env_factory(env: Env | Callable[[], Env]) -> EnvFactory:
 
 
 def _factory_of(kind: object, *, create: Callable[[], Env], owned: bool) -> EnvFactory:
-    """``kind`` is what makes environments: if it is their class, something is known of them."""
+    """Of what ``create`` makes the tools are known beforehand only if ``kind`` is its class."""
     if not isinstance(kind, type) or not issubclass(kind, Env):
         return EnvFactory(create=create, owned=owned)
     return EnvFactory(create=create, owned=owned, tools=tuple(kind.tools), answers=kind.on_turn is not Env.on_turn)
@@ -210,7 +210,7 @@ async def _together(calls: Sequence[ToolCall], tools: Mapping[str, Tool], env: E
 
 
 async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
-    """What the model reads; raises only what is not its fault."""
+    """Run one call. Raises ``AsyncRLError`` for a failure that is not the model's; of others the model reads."""
     if call.arguments is None:
         name = f" of {call.name[:_NAME]!r}" if call.name else ""
         content = f"error: the tool call{name} was not run: {shortened(call.error, _REASON)}"

@@ -66,7 +66,7 @@ def is_accident(error: BaseException | None) -> bool:
 
 
 class _Row:
-    """Failures in a row. ``counted`` marks a beginning: what began before the last counted failure does not count."""
+    """Counts failures in a row. A failure counts if it began after the last that did: then its mark is ``counted``."""
 
     def __init__(self) -> None:
         self.length = 0

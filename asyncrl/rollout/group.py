@@ -106,7 +106,7 @@ class _GroupRun:
         self._context.events.emit(event(time=anyio.current_time(), group=self._plan.index, **values))
 
     async def start(self) -> Group | FailedGroup:
-        """Run the members that are not done. Whoever failed for good is in ``progress.failure``."""
+        """Run the members that are not done. It fails if one member failed for good, or if all raised."""
         plan, progress = self._plan, self._progress
         done = progress.done
         async with self._tasks as tasks:
@@ -148,7 +148,7 @@ class _GroupRun:
             raise
 
     async def _attempts(self, member: int) -> Trajectory:
-        """From the trajectory that was cut off in an earlier process, or from the start, to the one that counts."""
+        """Run a member until an attempt ends or fails for good, first the one that an earlier process had begun."""
         budget, progress = self._context.failures, self._progress
         while True:
             if member not in progress.active or progress.active[member].error is not None:
@@ -189,7 +189,7 @@ class _GroupRun:
             return traj
 
     def _begin(self, traj: Trajectory) -> None:
-        """``traj`` is its member's now, from the start."""
+        """Make ``traj``, which has not begun, the one of its member."""
         self._progress.active[traj.member] = traj
         if self._progress.at_quorum is not None:
             self._progress.at_quorum[traj.member] = 0
@@ -272,7 +272,7 @@ class _GroupRun:
                 self._conversations.discard(scope)
 
     def _cut(self, traj: Trajectory) -> Trajectory:
-        """The deadline ended ``traj`` here."""
+        """Truncate ``traj`` at the deadline, and drop it if stragglers are discarded or it has not begun."""
         traj.truncated = TruncationCause.GROUP_DEADLINE
         if self._plan.completion.stragglers == "discard" or not traj.spans:
             traj.dropped = DropReason.STRAGGLER

@@ -67,7 +67,7 @@ class FailedGroup:
     """Of members that did not fail themselves."""
 
     def event(self) -> GroupDropped:
-        """To emit once the group's slot is free."""
+        """The event that reports it, to be emitted once the group's slot is free."""
         return GroupDropped(
             time=anyio.current_time(),
             group=self.index,
@@ -78,7 +78,7 @@ class FailedGroup:
 
 
 def unsampled(group: Group) -> Notice | None:
-    """Names the row if its group was truncated before anything was sampled, as one is whose prompt is too long."""
+    """A warning that names the row if its group was truncated before anything was sampled, such as by its prompt."""
     truncated = Counter(str(traj.truncated) for traj in group.members_G if traj.truncated is not None)
     if not truncated or any(traj.generated_tokens for traj in group.members_G):
         return None

@@ -24,7 +24,7 @@ Reader: TypeAlias = Callable[[re.Match[str], Parameters], Sequence[Found]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """One way to write calls."""
+    """How a family of models writes calls."""
 
     name: str
     marker: str
@@ -45,7 +45,7 @@ class Notation:
 
 
 def _tool_name(written: str) -> str:
-    """Without what some families write around it, as in ``functions.search:0``."""
+    """The name without what some families write around it, as in ``functions.search:0``."""
     return re.sub(r"^functions\.|:\d+$", "", written.strip())
 
 
@@ -54,7 +54,7 @@ def _pattern(pattern: str) -> Callable[[str], Iterable[re.Match[str]]]:
 
 
 def _between(start: str, end: str, name: str, reader: Reader) -> Notation:
-    """Calls between two tokens."""
+    """The notation of calls that stand between two tokens."""
     find = _pattern(re.escape(start) + r"(?P<body>.*?)(?P<end>" + re.escape(end) + r"|\Z)")
     return Notation(name=name, marker=start, find=find, reader=reader)
 

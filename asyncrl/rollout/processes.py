@@ -131,7 +131,7 @@ def _unfit(function: Any, name: str) -> str | None:
 
 
 def _unfit_script(function: Any) -> str | None:
-    """The same for a function of the main script or notebook."""
+    """Why a worker could not find a function of the main script or notebook; None if it could."""
     own = "put the function into a module of its own, such as graders.py, and import it from there"
     file = getattr(sys.modules.get(_MAIN), "__file__", None)
     code = inspect.unwrap(function).__code__.co_filename
@@ -178,7 +178,7 @@ def _packed_arguments(
 
 
 def _value(name: str, reply: Reply) -> Any:
-    """The result; or raises what the function raised, or what is wrong with the call."""
+    """The result of a call. Raises what the function raised, or ``ConfigError`` for what was refused."""
     if reply.kind == "returned":
         assert reply.value is not None
         try:
@@ -200,7 +200,7 @@ class _Process:
     """A worker process. Its pipes are read and written in threads."""
 
     def __init__(self) -> None:
-        """Blocks for some milliseconds."""
+        """Start it, which blocks for some milliseconds."""
         path = [entry for entry in sys.path if isinstance(entry, str)]
         code = f"import sys; sys.path[:] = {path!r}; from asyncrl.rollout.worker import main; main(sys.argv[1])"
         requests, self._requests = Pipe(duplex=False)
@@ -262,7 +262,7 @@ class _Pool:
 
     @asynccontextmanager
     async def process(self) -> AsyncGenerator[_Process, None]:
-        """One of them for the block, once there is one."""
+        """A worker process for the block, once one is free."""
         async with self.limiter:
             process = self._take_nowait() or await self._start()
             try:

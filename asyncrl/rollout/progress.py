@@ -96,7 +96,7 @@ class GroupProgress:
 
 
 class Activity(NamedTuple):
-    """One member's: what it does (``queue``, ``sampling``, or a method of its environment), since which loop time."""
+    """What a member does (``queue``, ``sampling``, or a method of its environment), and since which loop time."""
 
     traj: Trajectory
     doing: str
@@ -104,7 +104,7 @@ class Activity(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For a person: which tool, which call of the environment."""
+        """What it waits for, as text: which tool, which call of the environment, or which part of sampling."""
         if self.doing == "on_turn" and self.traj.tool_calls:
             return f"tool {', '.join(call.name or '?' for call in self.traj.tool_calls)}"
         plain = {"queue": "a place among the sampling requests", "sampling": "a sampling request"}
@@ -119,9 +119,9 @@ class Activities(dict[str, tuple[Trajectory, str, float]]):
 
     @property
     def changed(self) -> float:
-        """When somebody began to do something else, as far as they still run."""
+        """Loop time at which a member that still runs last began to do something else."""
         return max((since for _, _, since in self.values()), default=0.0)
 
     def oldest(self, most: int) -> list[Activity]:
-        """The ``most`` who have waited longest for one thing."""
+        """The ``most`` members that have waited longest for one thing."""
         return [Activity(*each) for each in heapq.nsmallest(most, self.values(), key=lambda activity: activity[2])]

@@ -104,7 +104,7 @@ class _OffLoop:
         return result
 
     def _learn(self, size: int, seconds: float) -> None:
-        """Believe a slow one at once and a quick one by and by."""
+        """Take over a slower rate at once, and a quicker one bit by bit."""
         seen, rate = seconds / max(size, _FEW), self._seconds_per_unit
         self._seconds_per_unit = seen if rate is None or seen > rate else 0.9 * rate + 0.1 * seen
 
@@ -141,7 +141,7 @@ class _TokenizingRenderer:
         return await self._off_loop(messages, lambda: [shorten(message) for message in messages])
 
     def check(self, tools: Sequence[Tool]) -> list[Problem]:
-        """What of ``tools`` does not survive: nothing here, for the environment itself announces them."""
+        """No problems: without a template the environment itself announces its tools."""
         return []
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

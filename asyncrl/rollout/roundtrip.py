@@ -47,7 +47,7 @@ class Problem:
 
 
 def notation_of(template: ChatTemplate, tokens: Collection[str]) -> Notation | None:
-    """The notation in which ``template`` writes calls, or if it writes none the one of which ``tokens`` has the mark.
+    """The notation in which ``template`` writes calls, or if it writes none the one whose marker is in ``tokens``.
 
     None if nothing says so, or if it is a notation that is not known here.
     """

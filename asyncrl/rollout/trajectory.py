@@ -16,7 +16,7 @@ import anyio
 from asyncrl.errors import ProtocolError, ServerUnavailable
 from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
 from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
-from asyncrl.rollout.budget import Budget, ended
+from asyncrl.rollout.budget import Budget, cut_at_stop
 from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env
@@ -119,7 +119,7 @@ async def _reset(traj: Trajectory, env: Env, context: RolloutContext) -> None:
 
 
 def _extend(traj: Trajectory, segment: Segment) -> None:
-    """Take note of a segment."""
+    """Append a segment. Raises ``ServerUnavailable`` if too many in a row were aborted without a token."""
     traj.append_segment(segment)
     if not len(segment.tokens):
         if segment.stop is StopReason.STOP:
@@ -136,7 +136,7 @@ async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
 
     Calls in a truncated one are not run.
     """
-    parsed = context.budget.answered(await context.renderer.parse(traj.turn_ids(), env.tools))
+    parsed = context.budget.limit_calls(await context.renderer.parse(traj.turn_ids(), env.tools))
     traj.messages.append(parsed.message)
     if traj.truncated is not None:
         traj.cut = True
@@ -149,7 +149,10 @@ async def _read(traj: Trajectory, env: Env, context: RolloutContext) -> None:
 async def _sample(
     traj: Trajectory, wanted: int, context: RolloutContext, allow: Callable[[Trajectory, int], int]
 ) -> Segment | None:
-    """Ask for ``wanted`` tokens, or what is allowed of them; None if nothing is."""
+    """Sample at most ``wanted`` tokens, as many as are allowed; None if none are.
+
+    Raises ``ProtocolError`` for tokens of a version that this run has not given to its servers.
+    """
     queued = dispatched = context.now()
     if not context.requests.acquire_nowait():
         context.activities[traj.id] = (traj, "queue", queued)
@@ -179,7 +182,7 @@ async def _sample(
                 f"{served.server or 'the sampler'} has answered with version {span.version}, but the newest of this "
                 f"run is {newest}"
             )
-    segment = ended(served, traj, context.renderer)
+    segment = cut_at_stop(served, traj, context.renderer)
     now = context.now()
     seconds = traj.seconds
     seconds["queue"] = seconds.get("queue", 0.0) + (dispatched - queued)
@@ -242,13 +245,13 @@ def _move(traj: Trajectory, context: RolloutContext) -> tuple[Placement, bool]:
 
 
 def leave_version(traj: Trajectory, context: RolloutContext) -> None:
-    """``traj`` will not sample with its version again."""
+    """Unpin the version of ``traj``, which will not sample with it again."""
     if traj.version is not None and context.settings.keeps_version:
         context.unpin(traj.version)
 
 
 async def _env_state(traj: Trajectory, env: Env, context: RolloutContext) -> bytes | None:
-    """What the environment needs to be brought back. At once as bytes, for it may go on with the same objects."""
+    """The environment's snapshot, None if it has none. At once as JSON, for it may go on with the same objects."""
     if env.recovery != "snapshot":
         return None
     state = await context.calls(env.snapshot, traj)
@@ -279,7 +282,7 @@ async def restored(traj: Trajectory, env: Env, context: RolloutContext) -> bool:
 
 
 async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
-    """Ask the environment for its answer to the turn, and take note of it."""
+    """Append the environment's answer to the turn, or end the conversation with it."""
     started = context.now()
     context.activities[traj.id] = (traj, "on_turn", started)
     before = traj.metrics

@@ -118,7 +118,7 @@ class _Worker:
         self._main: ModuleType | None = None
 
     def answer(self, call: Call) -> Reply:
-        """Make the call."""
+        """Make the call. What goes wrong is told in the reply."""
         function = self._found(call)
         if isinstance(function, Reply):
             return function
@@ -210,7 +210,7 @@ def load_file(name: str, file: str | Path) -> ModuleType:
 
 
 def _raised(error: BaseException) -> Reply:
-    """The exception itself only if the parent can read it, and if it is no request to exit."""
+    """The reply for what a function raised; with the exception only if the parent can read it, and it does not exit."""
     value = None
     if isinstance(error, Exception):
         try:
@@ -222,7 +222,7 @@ def _raised(error: BaseException) -> Reply:
 
 
 def _trace(error: BaseException) -> str:
-    """Without the frames of this file."""
+    """Where ``error`` was raised, without the frames of this file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return "".join(traceback.format_list(frames)).rstrip()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import asyncrl as rl
 from asyncrl.errors import ConfigError
 from asyncrl.events import SegmentSampled
-from asyncrl.rollout.budget import ended
+from asyncrl.rollout.budget import cut_at_stop
 from asyncrl.rollout.renderer import TextRenderer
 from asyncrl.rollout.toolcalls import ParsedTurn, parse_hermes
 from asyncrl.sampling.base import SegmentRequest
@@ -177,7 +177,7 @@ def test_a_segment_ends_behind_the_token_that_completes_a_stop_string(
     """Each token keeps its log-probability and its version."""
     half = len(tokens) // 2
     versions = [(version, *place) for version, *place in [(1, 0, half), (2, half, len(tokens))] if place[0] < place[1]]
-    found = ended(_segment(tokens, stop, versions), _open(before), Pieces(["ab"]))  # type: ignore[arg-type]
+    found = cut_at_stop(_segment(tokens, stop, versions), _open(before), Pieces(["ab"]))  # type: ignore[arg-type]
     assert found.tokens.tolist() == tokens[:kept]
     assert found.logprobs.tolist() == [-float(token) for token in tokens[:kept]]
     assert found.stop is reason
@@ -190,7 +190,7 @@ def test_earlier_turns_and_the_prompt_do_not_count() -> None:
     traj.append(Span(kind=SpanKind.FRAMING, tokens=np.array([10], dtype=np.int32)))
     traj.turn_tokens = 0
     segment = _segment([11, 11], StopReason.LENGTH)
-    assert ended(segment, traj, Pieces(["ab"])) is segment
+    assert cut_at_stop(segment, traj, Pieces(["ab"])) is segment
 
 
 def test_without_stop_strings_nothing_is_decoded() -> None:
@@ -201,7 +201,7 @@ def test_without_stop_strings_nothing_is_decoded() -> None:
             raise AssertionError("it has no stop strings")
 
     segment = _segment([65] * 9, StopReason.LENGTH)
-    assert ended(segment, _open([65]), Silent()) is segment
+    assert cut_at_stop(segment, _open([65]), Silent()) is segment
 
 
 def test_only_the_tail_of_a_long_turn_is_decoded() -> None:
@@ -213,7 +213,7 @@ def test_only_the_tail_of_a_long_turn_is_decoded() -> None:
             asked.append(len(ids))
             return super().text(ids)
 
-    ended(_segment([10] * 5, StopReason.LENGTH), _open([10] * 1000), Counting(["ab", "b\n"]))
+    cut_at_stop(_segment([10] * 5, StopReason.LENGTH), _open([10] * 1000), Counting(["ab", "b\n"]))
     assert asked == [5 + 4 * 3]
 
 
@@ -230,7 +230,7 @@ def test_a_real_tokenizer_finds_a_string_over_two_requests(make_tokenizer: Calla
     tokenizer = make_tokenizer(None)
     renderer = TextRenderer(tokenizer, stop=["stop"])
     ids = tokenizer.encode("a stop b", add_special_tokens=False)
-    found = ended(_segment(ids[split:], StopReason.LENGTH), _open(ids[:split]), renderer)
+    found = cut_at_stop(_segment(ids[split:], StopReason.LENGTH), _open(ids[:split]), renderer)
     whole = tokenizer.decode([*ids[:split], *found.tokens.tolist()])
     assert (whole, found.stop) == ("a stop", StopReason.STOP)
 
