@@ -66,11 +66,8 @@ class Budget:
             return self
         return replace(self, max_context_tokens=context_tokens)
 
-    def next_segment(self, traj: Trajectory, turn_cap: int | None = None) -> int | TruncationCause:
-        """Tokens to ask for next, at least 1, or why the trajectory ends here. Ask only while the turn is open.
-
-        ``turn_cap`` replaces ``max_turn_tokens`` for this turn.
-        """
+    def next_segment(self, traj: Trajectory) -> int | TruncationCause:
+        """Tokens to ask for next, at least 1, or why the trajectory ends here. Ask only while the turn is open."""
         generation_left = self.max_generated_tokens - traj.generated_tokens
         context_left = self.max_context_tokens - traj.context_tokens
         if generation_left <= 0:
@@ -78,14 +75,14 @@ class Budget:
         if context_left <= 0:
             return TruncationCause.CONTEXT
         wanted = min(generation_left, context_left, self.segment_tokens)
-        cap = self._turn_cap(turn_cap)
+        cap = self._turn_cap(traj)
         return wanted if cap is None else min(wanted, cap - traj.turn_tokens)
 
-    def turn_complete(self, traj: Trajectory, turn_cap: int | None = None) -> bool:
+    def turn_complete(self, traj: Trajectory) -> bool:
         """True if the model ended its message, or the turn has all the tokens that it may have."""
         if traj.stop is StopReason.STOP:
             return True
-        cap = self._turn_cap(turn_cap)
+        cap = self._turn_cap(traj)
         return cap is not None and traj.turn_tokens >= cap
 
     def limit_calls(self, parsed: ParsedTurn) -> ParsedTurn:
@@ -109,8 +106,9 @@ class Budget:
         """Why no further turn may follow, although the environment wants one; None if it may."""
         return TruncationCause.TURNS if traj.turns >= self.max_turns else None
 
-    def _turn_cap(self, turn_cap: int | None) -> int | None:
-        return self.max_turn_tokens if turn_cap is None else turn_cap
+    def _turn_cap(self, traj: Trajectory) -> int | None:
+        """``max_turn_tokens``, unless the environment has set another bound for this turn."""
+        return self.max_turn_tokens if traj.turn_cap is None else traj.turn_cap
 
 
 def cut_at_stop(segment: Segment, traj: Trajectory, renderer: Renderer) -> Segment:

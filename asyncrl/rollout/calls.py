@@ -12,10 +12,10 @@ import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -88,10 +88,6 @@ class UserCalls:
         if self._timer is not None:
             self._timer.cancel()
 
-    @overload
-    async def __call__(self, function: Callable[..., Awaitable[T]], *args: Any) -> T: ...
-    @overload
-    async def __call__(self, function: Callable[..., T | Awaitable[T]], *args: Any) -> T: ...
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``, a coroutine function or a plain one. Raises what ``call_user`` raises."""
         task = asyncio.current_task(self._loop)

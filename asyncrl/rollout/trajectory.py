@@ -96,10 +96,10 @@ async def converse(
         if traj.awaiting_reply:
             await _reply(traj, env, context)
             continue
-        if traj.turn_tokens and context.budget.turn_complete(traj, traj.turn_cap):
+        if traj.turn_tokens and context.budget.turn_complete(traj):
             await _read(traj, env, context)
             continue
-        wanted = context.budget.next_segment(traj, traj.turn_cap)
+        wanted = context.budget.next_segment(traj)
         if not isinstance(wanted, int):
             traj.truncated = wanted
             break

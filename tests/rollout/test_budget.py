@@ -73,8 +73,10 @@ def test_the_turn_is_complete_at_a_stop_or_at_its_cap() -> None:
     traj = start(1)
     traj.append_segment(segment(6, StopReason.LENGTH))
     assert not budget.turn_complete(traj)
-    assert budget.turn_complete(traj, 6)
-    assert budget.next_segment(traj, 8) == 2
+    traj.turn_cap = 6
+    assert budget.turn_complete(traj)
+    traj.turn_cap = 8
+    assert budget.next_segment(traj) == 2
     traj.append_segment(segment(1, StopReason.STOP))
     assert budget.turn_complete(traj)
 
@@ -131,8 +133,9 @@ def test_no_bound_is_ever_exceeded(
     )
     cap = per_turn if turn_cap is None else turn_cap
     traj = start(prompt)
+    traj.turn_cap = turn_cap
     for tokens, stop in answers:
-        wanted = budget.next_segment(traj, turn_cap)
+        wanted = budget.next_segment(traj)
         if isinstance(wanted, TruncationCause):
             assert traj.generated_tokens == generated or traj.context_tokens >= context
             return
@@ -141,6 +144,6 @@ def test_no_bound_is_ever_exceeded(
         assert traj.generated_tokens <= generated
         assert traj.context_tokens <= context
         assert cap is None or traj.turn_tokens <= cap
-        if budget.turn_complete(traj, turn_cap):
+        if budget.turn_complete(traj):
             assert stop is StopReason.STOP or traj.turn_tokens == cap
             traj.turn_tokens = 0
