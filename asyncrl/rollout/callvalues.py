@@ -10,16 +10,14 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeAlias
 
 import orjson
 
-from asyncrl.types import Message
+from asyncrl.types import Message, ToolCall
 
 __all__ = [
-    "Found",
     "Parameters",
     "UnreadableCall",
     "call_message",
@@ -51,16 +49,10 @@ class UnreadableCall(ValueError):
         super().__init__(reason)
         self.name = name
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A call as it was written; without arguments it could not be read, and ``error`` says why."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    id: str = ""
-    """If the notation writes one."""
-    error: str = ""
+    @property
+    def call(self) -> ToolCall:
+        """The call as the environment gets it: without arguments, and with the reason."""
+        return ToolCall(name=self.name, arguments=None, error=str(self))
 
 
 def call_message(name: str, arguments: Any, id: object = "call00000") -> Message:
@@ -68,7 +60,7 @@ def call_message(name: str, arguments: Any, id: object = "call00000") -> Message
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def checked_call(call: object) -> Found:
+def checked_call(call: object) -> ToolCall:
     """A call given as an object with a name and arguments. Raises ``UnreadableCall``."""
     if not isinstance(call, Mapping):
         raise UnreadableCall("it is not an object with a name")
@@ -82,7 +74,7 @@ def checked_call(call: object) -> Found:
     if not isinstance(arguments, dict):
         raise UnreadableCall("its arguments are not an object", name)
     id = call.get("id", call.get("tool_call_id"))
-    return Found(name=name, arguments=arguments, id=id if isinstance(id, str) else "")
+    return ToolCall(name=name, arguments=arguments, id=id if isinstance(id, str) else "")
 
 
 def read_json(text: str, name: str = "") -> Any:
@@ -124,20 +116,20 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     return kinds
 
 
-def pairs_of(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> Found:
+def pairs_of(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> ToolCall:
     """A call given as parameters and texts; the tool's schema says which of the texts are numbers and other values."""
     known = parameters.get(name, {}).get("properties", {})
-    return Found(name=name, arguments={key: _typed(value, known.get(key, {})) for key, value in pairs})
+    return ToolCall(name=name, arguments={key: _typed(value, known.get(key, {})) for key, value in pairs})
 
 
-def python_call(call: ast.expr) -> Found:
+def python_call(call: ast.expr) -> ToolCall:
     """A call as Python writes it, with arguments by name. Raises ``UnreadableCall``, ``ValueError``."""
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
         raise UnreadableCall("it is not a list of calls such as [name(key='value')]")
     name = ast.unparse(call.func)
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise UnreadableCall("its arguments are not all given by name", name)
-    return Found(name=name, arguments={str(keyword.arg): _python_value(keyword.value) for keyword in call.keywords})
+    return ToolCall(name=name, arguments={str(keyword.arg): _python_value(keyword.value) for keyword in call.keywords})
 
 
 def _python_value(node: ast.expr) -> Any:

@@ -1,7 +1,7 @@
 """Notations of tool calls: how the families of models write a call, and how it is read back.
 
 Each is a pattern that finds a call in a text, and a function that reads the match. Which of them a model uses shows in
-what its chat template writes for a call. A reader gives ``Found`` values, none if the match is no call at all, or
+what its chat template writes for a call. A reader gives the calls, none if the match is no call at all, or
 raises ``UnreadableCall`` with the reason, which the model is told. A pattern may have the groups ``name`` (the tool's),
 ``body``, and ``end``, which is empty if the call is not closed.
 """
@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from asyncrl.rollout.callvalues import Found, Parameters, UnreadableCall, checked_call, pairs_of, python_call, read_json
+from asyncrl.rollout.callvalues import Parameters, UnreadableCall, checked_call, pairs_of, python_call, read_json
+from asyncrl.types import ToolCall
 
 __all__ = ["NOTATIONS", "TAGS", "Notation"]
 
-Reader: TypeAlias = Callable[[re.Match[str], Parameters], Sequence[Found]]
+_DECODER = json.JSONDecoder()
+Reader: TypeAlias = Callable[[re.Match[str], Parameters], Sequence[ToolCall]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class Notation:
     content: Callable[[str], str] = str
     """What of the rest is said to the user; all, by default."""
 
-    def read(self, match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+    def read(self, match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
         """The calls in a match. Raises ``UnreadableCall``."""
         groups = match.re.groupindex
         if "end" in groups and not match["end"]:
@@ -59,7 +61,7 @@ def _between(start: str, end: str, name: str, reader: Reader) -> Notation:
     return Notation(name=name, marker=start, find=find, reader=reader)
 
 
-def _listed(found: object) -> list[Found]:
+def _listed(found: object) -> list[ToolCall]:
     """Calls given as JSON, alone or in a list."""
     return [checked_call(call) for call in found] if isinstance(found, list) else [checked_call(found)]
 
@@ -72,7 +74,7 @@ _KEYED = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
 _KEYED_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _read_tags(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_tags(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     body = match["body"]
     if xml := _XML.fullmatch(body):
         return [pairs_of(xml[1].strip(), _XML_PAIR.findall(xml[2]), parameters)]
@@ -102,7 +104,7 @@ def _end_of_tags(text: str, start: int) -> int | None:
     """Where a call ends whose values may hold the closing tag; None if that cannot be told."""
     if opening := _JSON_START.match(text, start):
         try:
-            _, end = json.JSONDecoder().raw_decode(text, opening.end())
+            _, end = _DECODER.raw_decode(text, opening.end())
         except (ValueError, RecursionError):
             return None
         close = _CLOSE.match(text, end)
@@ -122,7 +124,7 @@ TAGS = Notation(name="tags", marker="<tool_call>", find=_find_tags, reader=_read
 # [name(key="value"), ..]
 
 
-def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     body = re.sub(r"""\\(?![\\'"abfnrtvxuUN0-7\n])""", r"\\\\", match["body"].strip())
     if not body.startswith("["):
         body = "[" + ",".join(line for line in body.splitlines() if line.strip()) + "]"
@@ -139,19 +141,18 @@ def _read_python(match: re.Match[str], parameters: Parameters) -> Sequence[Found
 # JSON, alone or in a list
 
 
-def _read_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_json(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     return _listed(read_json(match["body"]))
 
 
-def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     """The whole answer is one object or several; one without a tool's name is an answer that happens to be JSON."""
     body, tagged = match["body"].strip(), bool(match["tag"])
-    calls: list[Found] = []
+    calls: list[ToolCall] = []
     place = 0
-    decoder = json.JSONDecoder()
     while place < len(body):
         try:
-            found, place = decoder.raw_decode(body, place)
+            found, place = _DECODER.raw_decode(body, place)
             body.encode()
         except (ValueError, RecursionError) as error:
             if tagged or '"name"' in body[:64]:
@@ -167,7 +168,7 @@ def _read_bare_json(match: re.Match[str], parameters: Parameters) -> Sequence[Fo
 # [TOOL_CALLS]
 
 
-def _read_bracketed(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_bracketed(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     body = match["body"].strip()
     if body.startswith("["):
         return _listed(read_json(body))
@@ -180,7 +181,7 @@ def _read_bracketed(match: re.Match[str], parameters: Parameters) -> Sequence[Fo
 # tokens around name and arguments
 
 
-def _read_named(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_named(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     name = _tool_name(match["name"])
     id = match["name"].strip() if ":" in match["name"] else ""
     body = match["body"].strip().removeprefix("```json").removesuffix("```")
@@ -193,7 +194,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _PLAIN = re.compile(r"\b(?:True|False|None)\b(?!\")")
 
 
-def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_quoted(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     """``call:name{key:<|"|>text<|"|>,other:1}``"""
     name, pieces = match["name"].strip(), match["body"].split(_QUOTE)
     text = "".join(
@@ -207,7 +208,7 @@ _INVOKE = re.compile(r'<(?:\w+:)?invoke name="([^"]+)">(.*?)</(?:\w+:)?invoke>',
 _INVOKE_PAIR = re.compile(r'<(?:\w+:)?parameter name="([^"]+)"[^>]*>(.*?)</(?:\w+:)?parameter>', re.DOTALL)
 
 
-def _read_invoked(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_invoked(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     calls = [pairs_of(name, _INVOKE_PAIR.findall(body), parameters) for name, body in _INVOKE.findall(match["body"])]
     if not calls:
         raise UnreadableCall('it has no <invoke name="..">')
@@ -218,7 +219,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
-def _read_channel(match: re.Match[str], parameters: Parameters) -> Sequence[Found]:
+def _read_channel(match: re.Match[str], parameters: Parameters) -> Sequence[ToolCall]:
     recipient = _RECIPIENT.search(match["head"])
     if recipient is None:
         return []

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.rollout.callvalues import Found, UnreadableCall, call_message, checked_call
+from asyncrl.rollout.callvalues import UnreadableCall, call_message, checked_call
 from asyncrl.rollout.notations import TAGS, Notation
 from asyncrl.types import Message, ToolCall
 
@@ -81,13 +81,13 @@ def parse_with_template(tokenizer: Any, text: str, *, prefix: str, tools: Sequen
     try:
         message: Message = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) or None)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        return _turn({"content": text}, [_numbered(Found(error=str(error)), 0)])
+        return _turn({"content": text}, [_numbered(UnreadableCall(str(error)).call, 0)])
     calls = []
     for index, call in enumerate(message.pop("tool_calls", None) or []):
         try:
             found = checked_call(call.get("function") if isinstance(call, Mapping) else call)
         except UnreadableCall as error:
-            found = Found(name=error.name, error=str(error))
+            found = error.call
         calls.append(_numbered(found, index))
     return _turn(message | {"content": message.get("content") or ""}, calls)
 
@@ -114,17 +114,17 @@ def _split_reasoning(text: str, notation: Notation, *, thinking: bool) -> tuple[
     return text[: place + len(_END_THINK)], text[place + len(_END_THINK) :]
 
 
-def _read(match: Any, notation: Notation, parameters: Mapping[str, Any]) -> tuple[Sequence[Found], bool]:
+def _read(match: Any, notation: Notation, parameters: Mapping[str, Any]) -> tuple[Sequence[ToolCall], bool]:
     """What a match of the notation's pattern calls, and whether all of it could be read."""
     try:
         return notation.read(match, parameters), True
     except UnreadableCall as error:
-        return [Found(name=error.name, error=str(error))], False
+        return [error.call], False
 
 
-def _numbered(found: Found, index: int) -> ToolCall:
+def _numbered(call: ToolCall, index: int) -> ToolCall:
     # Nine letters and digits, as some templates demand.
-    return ToolCall(name=found.name, arguments=found.arguments, id=found.id or f"call{index:05}", error=found.error)
+    return ToolCall(name=call.name, arguments=call.arguments, id=call.id or f"call{index:05}", error=call.error)
 
 
 def _turn(message: Message, calls: Sequence[ToolCall]) -> ParsedTurn:
