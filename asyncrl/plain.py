@@ -131,7 +131,7 @@ def jsonable(value: object, odd: Callable[[str, object], object] | None = None) 
 
     ``odd(path, value)`` says what stands for anything that JSON does not have, or raises; by default its text does.
     """
-    return _jsonable(value, odd or _as_text, "", 0)
+    return _jsonable(value, odd or (lambda path, value: shown(value)), "", 0)
 
 
 def _jsonable(value: object, odd: Callable[[str, object], object], path: str, depth: int) -> Any:
@@ -161,10 +161,6 @@ def _scalar(value: object, odd: Callable[[str, object], object], path: str, dept
     if isinstance(found, list):
         return _jsonable(found, odd, path, depth)
     return written if math.isfinite(written) else None
-
-
-def _as_text(path: str, value: object) -> object:
-    return shown(value)
 
 
 def copied(row: T) -> T:

@@ -93,12 +93,13 @@ class TorchModel:
         tokens = 0
         for batch in self._batches(sequences):
             logprobs, entropy = self._trained_logprobs(batch)
+            proximal = [self._proximal[id(sequence)][1] for sequence in batch] if loss.needs_proximal else []
             output = loss.per_token(
                 LossInputs(
                     logprobs=logprobs,
-                    sampled_logprobs=self._per_token([sequence.logprobs[sequence.mask] for sequence in batch]),
+                    sampled_logprobs=self._tensor(np.concatenate([one.logprobs[one.mask] for one in batch])),
                     advantages=self._repeated([sequence.advantage for sequence in batch], batch),
-                    proximal_logprobs=self._proximal_of(batch) if loss.needs_proximal else None,
+                    proximal_logprobs=torch.cat(proximal) if proximal else None,
                 )
             )
             weighted = (output.loss * self._repeated([sequence.weight for sequence in batch], batch)).sum()
@@ -247,16 +248,10 @@ class TorchModel:
         targets = input_ids[:, 1:][trained]
         return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    def _proximal_of(self, batch: Sequence[TrainingSequence]) -> torch.Tensor:
-        return torch.cat([self._proximal[id(sequence)][1] for sequence in batch])
-
     def _repeated(self, values: Sequence[float], batch: Sequence[TrainingSequence]) -> torch.Tensor:
         """(N,) each sequence's value for each of its trained tokens."""
         counts = [int(sequence.mask.sum()) for sequence in batch]
         return self._tensor(np.repeat(np.asarray(values, dtype=np.float32), counts))
-
-    def _per_token(self, parts: Sequence[FloatArray]) -> torch.Tensor:
-        return self._tensor(np.concatenate(parts))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -86,8 +86,9 @@ class Batches:
     def put(self, group: Group) -> None:
         """``group`` is ready, or a part of it. Never waits: its slot is its place here."""
         before = self._ready.get(group.index)
-        self._ready[group.index] = group if before is None else _joined(before, group)
+        self._ready[group.index] = group
         if before is not None:
+            self._ready[group.index] = replace(group, members_G=[*before.members_G, *group.members_G])
             self._unplace(group.index)  # the part that is there may be of before the group's birth
         due = self._dues[group.index] = self._admission.due(group.index)
         self._by_due[due][group.index] = None
@@ -271,11 +272,6 @@ class Batches:
         del bucket[index]
         if not bucket:
             del self._by_due[due]
-
-
-def _joined(first: Group, second: Group) -> Group:
-    """Two parts of one group."""
-    return replace(second, members_G=[*first.members_G, *second.members_G])
 
 
 def _barrier_wait(index: int, group: Group | None, *, seconds: float) -> BarrierWait:
