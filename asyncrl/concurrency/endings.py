@@ -72,7 +72,6 @@ def noting_on(first: BaseException) -> Iterator[None]:
 async def keeping_first_error(context: AbstractAsyncContextManager[T]) -> AsyncGenerator[T, None]:
     """``context``, but what its exit raises never replaces what its block has raised."""
     first: BaseException | None = None
-    last: BaseException | None = None
     try:
         async with context as value:
             try:
@@ -80,14 +79,14 @@ async def keeping_first_error(context: AbstractAsyncContextManager[T]) -> AsyncG
             except BaseException as error:
                 first = error
                 raise
-    except BaseException as error:
-        if first is None or first is error or is_cancellation(first) or _holds(error, first):
+    except BaseException as last:
+        if first is None or first is last or is_cancellation(first) or _holds(last, first):
             raise
-        last = error
-    if first is not None and last is not None:
         for later in _since(first, last):
             note(first, later)
-        raise first  # here, where ``last`` is not its context
+    else:
+        return
+    raise first  # here, where ``last`` is not its context
 
 
 class FirstErrorStack(AsyncExitStack):
