@@ -143,19 +143,14 @@ def _message(value: object, index: int, function: Any) -> Message:
     if role not in ROLES:
         refuse(f"the role of message {index}", role, f"one of {', '.join(ROLES)}", function)
     content = message.get("content")
-    if isinstance(content, str):
+    if isinstance(content, str) or (isinstance(content, list) and content and all(map(_is_part, content))):
         return message
-    if isinstance(content, list):
-        if content and all(_is_part(part) for part in content):
-            return message
-        refuse(
-            f"the content of message {index}", content, "text, or parts like {'type': 'text', 'text': '..'}", function
-        )
     if content is None and message.get("tool_calls"):
         return message | {"content": ""}
     if "content" not in message:
         refuse(f"message {index}", value, "a dict with role and content", function)
-    refuse(f"the content of message {index}", content, "text", function)
+    parts = ", or parts like {'type': 'text', 'text': '..'}" if isinstance(content, list) else ""
+    refuse(f"the content of message {index}", content, f"text{parts}", function)
 
 
 def _is_part(part: object) -> bool:

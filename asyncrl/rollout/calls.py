@@ -31,7 +31,7 @@ T = TypeVar("T")
 _USER_THREADS = 32
 # Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
 _user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
-_abandoned: RunVar[dict[_Call, str]] = RunVar("asyncrl.abandoned_calls")
+_abandoned: RunVar[list[_Call]] = RunVar("asyncrl.abandoned_calls")
 
 
 def time_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
@@ -143,49 +143,52 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """
     abandoned = _abandoned_calls()
     if len(abandoned) >= _USER_THREADS:
-        names = ", ".join(f"{what} ({count})" for what, count in Counter(list(abandoned.values())).most_common(3))
+        counts = Counter(call.name for call in abandoned).most_common(3)
+        names = ", ".join(f"{what} ({count})" for what, count in counts)
         raise InfrastructureError(
             f"{name} has no thread: all {_USER_THREADS} are held by calls that passed their deadlines and never "
             f"returned: {names}. Threads cannot be ended: write such functions with rl.in_process"
         )
-    call = _Call(function)
+    call = _Call(function, name)
     try:
         result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
     except asyncio.CancelledError:
         if call.begun:
-            abandoned[call] = name
-            call.at_end = partial(_forget, call, abandoned)
-            if call.ended:  # just now
-                call.at_end()
+            abandoned.append(call)
+            call.abandon()
         raise
     return await result if inspect.isawaitable(result) else result
-
-
-def _forget(call: _Call, abandoned: dict[_Call, str]) -> None:
-    """``call`` has returned, and nobody waits for its result: close it if it is a coroutine."""
-    abandoned.pop(call, None)
-    if inspect.iscoroutine(call.result):
-        call.result.close()
 
 
 class _Call:
     """A function in a thread, of which the event loop can see whether it has begun and ended."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._function = function
+        self._is_abandoned = False
+        self._result: Any = None
+        self.name = name
         self.begun = False
         self.ended = False
-        self.result: Any = None
-        self.at_end: Callable[[], object] = bool
 
     def __call__(self) -> Any:
         self.begun = True
         try:
-            self.result = self._function()
-            return self.result
+            self._result = self._function()
+            return self._result
         finally:
             self.ended = True
-            self.at_end()
+            self._discard()
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self._is_abandoned = True
+        self._discard()
+
+    def _discard(self) -> None:
+        # By the thread and by the event loop: whoever comes second closes a coroutine that nobody will await.
+        if self._is_abandoned and self.ended and inspect.iscoroutine(self._result):
+            self._result.close()
 
 
 _is_asynchronous = functools.lru_cache(maxsize=1024)(inspect.iscoroutinefunction)
@@ -221,9 +224,11 @@ def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
         return value
 
 
-def _abandoned_calls() -> dict[_Call, str]:
-    """Calls that nobody waits for any more, and their names, on this event loop."""
-    return of_loop(_abandoned, dict)
+def _abandoned_calls() -> list[_Call]:
+    """Calls of this event loop that nobody waits for any more, and that have not ended."""
+    calls = of_loop(_abandoned, list[_Call])
+    calls[:] = [call for call in calls if not call.ended]
+    return calls
 
 
 def _threads() -> anyio.CapacityLimiter:

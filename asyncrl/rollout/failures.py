@@ -65,20 +65,18 @@ def is_accident(error: BaseException | None) -> bool:
     return isinstance(error, EnvironmentFailure | SamplingError)
 
 
+@dataclass(slots=True)
 class _Row:
     """Counts failures in a row. A failure counts if it began after the last that did: then its mark is ``counted``."""
 
-    def __init__(self) -> None:
-        self.length = 0
-        self.first: BaseException | None = None
-        self.told = False
-        # ``first`` says already how many followed.
-        self.counted = 0
+    length: int = 0
+    first: BaseException | None = None
+    noted: bool = False
+    """``first`` says already how many followed."""
+    counted: int = 0
 
     def end(self) -> None:
-        self.length = 0
-        self.first = None
-        self.told = False
+        self.length, self.first, self.noted = 0, None, False
 
     def add(self, mark: int, error: BaseException) -> None:
         if self.first is None:
@@ -86,6 +84,15 @@ class _Row:
         if mark == self.counted:
             self.counted += 1
             self.length += 1
+
+    def ends_run(self, most: int, note: str) -> BaseException | None:
+        """The first error, with a note of how many followed, if there were ``most``; None if there were fewer."""
+        if self.first is None or self.length < most:
+            return None
+        if not self.noted:
+            self.noted = True
+            self.first.add_note(f"{self.length} {note} (failures.consecutive)")
+        return self.first
 
 
 class FailureBudget:
@@ -119,8 +126,9 @@ class FailureBudget:
         if self._first is None:
             self._first = error
         self._attempts.add(mark, error)
-        if self._attempts.length >= self.rules.consecutive:
-            return _noted(self._attempts, f"{self._attempts.length} attempts in a row failed, as this one did")
+        final = self._attempts.ends_run(self.rules.consecutive, "attempts in a row failed, as this one did")
+        if final is not None:
+            return final
         if self.rules.per_run is not None and self.failed_attempts >= self.rules.per_run:
             self._first.add_note(f"the first of {self.failed_attempts} failed attempts (failures.per_run)")
             return self._first
@@ -137,14 +145,4 @@ class FailureBudget:
     def group_dropped(self, mark: int, error: BaseException) -> BaseException | None:
         """A group was dropped: the error to end the run with, if that was one too many."""
         self._groups.add(mark, error)
-        if self._groups.length >= self.rules.consecutive:
-            return _noted(self._groups, f"{self._groups.length} groups in a row were dropped, the first for this")
-        return None
-
-
-def _noted(row: _Row, note: str) -> BaseException:
-    assert row.first is not None
-    if not row.told:
-        row.told = True
-        row.first.add_note(f"{note} (failures.consecutive)")
-    return row.first
+        return self._groups.ends_run(self.rules.consecutive, "groups in a row were dropped, the first for this")

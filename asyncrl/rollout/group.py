@@ -114,7 +114,7 @@ class _GroupRun:
                 if member not in done:
                     tasks.start_soon(LazyCoroutine, self._run, member, name=f"group {plan.index}")
         errors = [traj.error for traj in progress.ended if traj.error is not None]
-        error = progress.failure or (errors[0] if len(errors) == plan.size else None)
+        error = errors[0] if progress.failure is None and len(errors) == plan.size else progress.failure
         if error is not None:
             sound = [traj for traj in (*progress.ended, *progress.active.values()) if traj.error is None]
             tokens = sum(traj.generated_tokens for traj in sound)
