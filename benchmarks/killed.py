@@ -230,7 +230,7 @@ def _fleet(learner: NumpyLearner, directory: Path) -> tuple[rl.Policy, SGLang]:
     sampler = SGLang(list(servers), transport=network(servers))
     adapters = DiskAdapters(learner, directory / "adapters")
     probe = Probe(tokens=np.arange(8, dtype=np.int32))
-    publisher = LoraPublisher(learner, sampler.fleet, adapters, "run", probe=probe)
+    publisher = LoraPublisher(learner, sampler, adapters, "run", probe=probe)
     return rl.Policy(learner, sampler=sampler, publisher=publisher), sampler
 
 

@@ -99,13 +99,13 @@ def _publisher(kind: str, way: str, learner: rl.TorchLearner, sampler: SGLang, d
     probe = Probe.for_model(learner.model_path, tolerance=_TOLERANCE)
     if kind == "LoRA":
         adapters = DiskAdapters(learner, directory) if way == "disk" else TensorAdapters(learner)
-        return LoraPublisher(learner, sampler.fleet, adapters, f"bench-{way}", probe=probe)
+        return LoraPublisher(learner, sampler, adapters, f"bench-{way}", probe=probe)
     carriers: Mapping[str, Callable[[], Any]] = {
         "disk": lambda: DiskCarrier(learner, directory),
         "tensors": lambda: TensorCarrier(learner),
         "distributed": lambda: DistributedCarrier(learner, phase_s=_PHASE_S),
     }
-    return FullPublisher(learner, sampler.fleet, carriers[way](), probe=probe)
+    return FullPublisher(learner, sampler, carriers[way](), probe=probe)
 
 
 async def _first_token_s(publisher: Publisher, sampler: SGLang, version: int) -> float:

@@ -38,7 +38,7 @@ class Timeouts:
 
 
 class ServerFleet(Protocol):
-    """Servers that weights are published to. Real: those of ``SGLang``."""
+    """Servers that weights are published to. Real: ``SGLang``."""
 
     labels: Labels
     """Which weights on the servers are ours."""

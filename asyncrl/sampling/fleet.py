@@ -16,7 +16,7 @@ import anyio
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice, RequestRepeated
 from asyncrl.sampling.aborts import Aborts, end
-from asyncrl.sampling.backend import Restore, ServerFleet, Timeouts
+from asyncrl.sampling.backend import Restore, SamplingBackend, ServerFleet, Timeouts
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.deadlines import HoldClock
@@ -48,18 +48,21 @@ class FleetOptions:
     seed: int
 
 
-class Fleet(ServerFleet):
-    """The servers of ``SGLang``. It has some while it is open, and each opening begins without any.
+class Fleet(SamplingBackend, ServerFleet):
+    """What ``SGLang`` is apart from where its servers come from.
 
-    What happens to servers is reported as ``Notice`` in ``events``.
+    It has servers while it is open, and each opening begins without any. What happens to them is reported as ``Notice``
+    in ``events``.
     """
 
-    def __init__(self, options: FleetOptions, events: Events) -> None:
+    def __init__(self, options: FleetOptions) -> None:
+        self.events = Events()
         self.labels = Labels()
         self.timeouts = options.timeouts
         self.starts_servers = options.starts_servers
+        self.opens_connections = True
+        self.fleet: Fleet = self
         self._options = options
-        self._events = events
         self._restore: Restore = require_nothing
         self._in_place = False
         self._client: Client | None = None
@@ -96,10 +99,10 @@ class Fleet(ServerFleet):
             self._behind_router = BehindRouter(router=router, exchange=self._exchange, retries=options.retries)
 
     @asynccontextmanager
-    async def opened(
+    async def _opened_with(
         self, client: Client, urls: Sequence[str], source: ServerSource, *, vocab_size: int | None
     ) -> AsyncGenerator[None, None]:
-        """Take the servers at ``urls`` into use, and those that ``source`` says later. Raises as ``SGLang.opened``."""
+        """Take the servers at ``urls`` into use, and those that ``source`` says later. Raises as ``opened``."""
         self._begin(client, vocab_size)
         try:
             await self._require(urls)
@@ -183,14 +186,14 @@ class Fleet(ServerFleet):
 
     def spawn(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run ``function`` beside everything else, until it ends or the servers are closed."""
-        self._open_tasks("fleet.spawn").start_soon(function)
+        self._open_tasks("spawn").start_soon(function)
 
     def notice(self, name: str, *, level: str = "warning", **keys: object) -> None:
         """Report something about the servers."""
-        self._events.emit(Notice(time=anyio.current_time(), name=name, level=level, keys=keys))
+        self.events.emit(Notice(time=anyio.current_time(), name=name, level=level, keys=keys))
 
     def _repeated(self, url: str, cause: str) -> None:
-        self._events.emit(RequestRepeated(time=anyio.current_time(), url=url, cause=cause))
+        self.events.emit(RequestRepeated(time=anyio.current_time(), url=url, cause=cause))
 
     def claim(self, writer: Writer | None, restore: Restore, *, in_place: bool = False) -> None:
         """Take the servers over for a publisher; see ``ServerFleet``."""
@@ -242,7 +245,7 @@ class Fleet(ServerFleet):
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``, about who takes requests and of which version, holds."""
-        self._open_tasks("fleet.wait_until")
+        self._open_tasks("wait_until")
         await self.pool.changed.wait_until(condition)
 
     @property
@@ -270,7 +273,10 @@ class Fleet(ServerFleet):
         return min((tokens for tokens in self._contexts.values() if tokens is not None), default=None)
 
     def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call ``callback`` with how many requests the servers should have; returns what ends that."""
+        """Call ``callback`` with how many requests the servers should have at once: now and after each change.
+
+        Requests beyond it wait in servers and grow old there. Returns what ends the subscription.
+        """
         self._open_tasks("on_capacity")
         return self.pool.on_capacity(callback)
 
@@ -324,7 +330,7 @@ class Fleet(ServerFleet):
 
     async def vacate(self, url: str) -> None:
         """Abort all our requests on ``url`` and wait until they were answered, as ``abort_older`` does."""
-        self._open_tasks("fleet.vacate")
+        self._open_tasks("vacate")
         await self._end(url, lambda running: True)
 
     async def abort_older(self, url: str, anchor: int) -> None:
@@ -334,7 +340,7 @@ class Fleet(ServerFleet):
         answered within half a minute is taken away and comes back in the same way. With a router nobody knows what runs
         where: they are aborted, and not waited for.
         """
-        self._open_tasks("fleet.abort_older")
+        self._open_tasks("abort_older")
         self._exchange.oldest_anchor = max(self._exchange.oldest_anchor, anchor)
         await self._end(url, lambda running: running.anchor < anchor)
 

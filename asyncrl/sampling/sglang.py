@@ -2,14 +2,14 @@
 
 It promises that a request is answered by exactly one server that holds the current policy, or raises; that a cancelled
 or repeated request is aborted where it ran; and that a server which was away or is new takes no request before it was
-brought to the current policy. Here is what users see; the servers themselves, and what publishers do with them, are in
-``fleet``, one request in ``exchange``, which server gets it in ``pool``, how long it may take in ``deadlines``, how a
-server comes back in ``recovery``.
+brought to the current policy. Here is where servers come from; what users and publishers do with them is in ``fleet``,
+one request in ``exchange``, which server gets it in ``pool``, how long it may take in ``deadlines``, how a server comes
+back in ``recovery``. What a server must hold is told by the publisher.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,10 @@ import httpx
 
 from asyncrl.errors import ConfigError
 from asyncrl.events import Events
-from asyncrl.sampling.backend import SamplingBackend, Timeouts
-from asyncrl.sampling.base import SegmentRequest
-from asyncrl.sampling.control import ServerControl
+from asyncrl.sampling.backend import Timeouts
 from asyncrl.sampling.fleet import Fleet, FleetOptions
 from asyncrl.sampling.sources import FixedSource, ServerSource, check_urls, source_of
 from asyncrl.sampling.transport import open_client
-from asyncrl.types import Segment
 
 if TYPE_CHECKING:
     from asyncrl.servers.sglangcommand import LoraConfig, SGLangOptions
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SGLang", "Timeouts"]
 
 
-class SGLang(SamplingBackend):
+class SGLang(Fleet):
     """Sampling servers that speak SGLang's native HTTP interface.
 
     ``urls``: the servers themselves, not a router: weights and aborts must reach each of them. A list, or a source:
@@ -64,12 +61,8 @@ class SGLang(SamplingBackend):
         seed: int = 0,
         timeouts: Timeouts | None = None,
     ) -> None:
-        self.events = Events()
-        self.timeouts = timeouts or Timeouts()
-        self.opens_connections = True
         self._source = source_of(urls)
         self.may_be_many = self._source.servers != 1
-        self.starts_servers = self._source.starts_servers
         self.vocab_size = vocab_size
         """Ids from here on are refused when sampling; None: whoever opens it says."""
         self._transport = transport
@@ -79,11 +72,11 @@ class SGLang(SamplingBackend):
             admin_key=admin_key,
             retries=retries,
             allow_version=allow_version,
-            timeouts=self.timeouts,
-            starts_servers=self.starts_servers,
+            timeouts=timeouts or Timeouts(),
+            starts_servers=self._source.starts_servers,
             seed=seed,
         )
-        self.fleet: Fleet = Fleet(options, self.events)
+        super().__init__(options)
 
     @classmethod
     def launch(
@@ -137,7 +130,7 @@ class SGLang(SamplingBackend):
         ``vocab_size``: if it was not made with another. ``events`` get what happens to servers while it is open.
         One at a time. Before and after, it has the servers of its list and nothing else.
         """
-        if self.fleet.is_open:
+        if self.is_open:
             raise ConfigError("this SGLang is open already: make another one for what runs beside it")
         async with AsyncExitStack() as stack:
             if events is not None:
@@ -145,53 +138,12 @@ class SGLang(SamplingBackend):
             urls = check_urls(await stack.enter_async_context(self._source.opened()))
             client = await stack.enter_async_context(open_client(self._transport))
             most = vocab_size if self.vocab_size is None else self.vocab_size
-            await stack.enter_async_context(self.fleet.opened(client, urls, self._source, vocab_size=most))
+            await stack.enter_async_context(self._opened_with(client, urls, self._source, vocab_size=most))
             yield self
-
-    async def sample(self, request: SegmentRequest) -> Segment:
-        """Sample one segment; see ``Sampler``."""
-        return await self.fleet.sample(request)
-
-    @property
-    def live(self) -> list[ServerControl]:
-        """The servers that take requests; none if it is not open."""
-        return self.fleet.live
 
     @property
     def urls(self) -> list[str]:
         """All servers that were not removed, whether they take requests or not; if not open, those of its list."""
-        if not self.fleet.urls and isinstance(self._source, FixedSource):
+        if not super().urls and isinstance(self._source, FixedSource):
             return list(self._source.urls)
-        return self.fleet.urls
-
-    async def wait_live(self) -> None:
-        """Wait until a server takes requests. Raises ``ServerUnavailable`` after ``timeouts.outage_s``."""
-        await self.fleet.wait_live()
-
-    def add(self, url: str) -> None:
-        """Take another server into use, as soon as it was brought to the current policy."""
-        self.fleet.add(url)
-
-    def remove(self, url: str, *, now: bool = False) -> None:
-        """Give a server no new requests and forget it when it has none. ``now``: those that it has move elsewhere."""
-        self.fleet.remove(url, now=now)
-
-    @property
-    def context_tokens(self) -> int | None:
-        """Most tokens of prompt and output together that every server takes; None if no server says."""
-        return self.fleet.context_tokens
-
-    def on_capacity(self, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call ``callback`` with how many requests the servers should have at once: now and after each change.
-
-        Requests beyond it wait in servers and grow old there. Returns what ends the subscription.
-        """
-        return self.fleet.on_capacity(callback)
-
-    def server_of(self, trajectory: str) -> str | None:
-        """The server, or the router, that has a request of ``trajectory`` now; for messages."""
-        return self.fleet.server_of(trajectory)
-
-    def oldest_call(self) -> tuple[float, str] | None:
-        """Since when the oldest control call is under way, and its URL; for messages."""
-        return self.fleet.oldest_call()
+        return super().urls

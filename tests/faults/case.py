@@ -222,7 +222,7 @@ class ServerCase(Case):
         adapters = DiskAdapters(self.learner, directory)
         self.publisher = LoraPublisher(
             self.learner,
-            self.sampler.fleet,
+            self.sampler,
             adapters,
             "run",
             probe=Probe(tokens=np.arange(PROBE_TOKENS, dtype=np.int32)),

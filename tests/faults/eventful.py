@@ -75,13 +75,11 @@ class EventfulRun:
         learner = ThetaLearner(lora_rank=4 if way == "lora" else None)
         publisher: Any
         if way == "lora":
-            publisher = LoraPublisher(
-                learner, self.sampler.fleet, DiskAdapters(learner, directory), "run", probe=_PROBE
-            )
+            publisher = LoraPublisher(learner, self.sampler, DiskAdapters(learner, directory), "run", probe=_PROBE)
         elif way == "full":
-            publisher = FullPublisher(learner, self.sampler.fleet, DiskCarrier(learner, directory), probe=_PROBE)
+            publisher = FullPublisher(learner, self.sampler, DiskCarrier(learner, directory), probe=_PROBE)
         else:
-            publisher = RollingPublisher(learner, self.sampler.fleet, DiskCarrier(learner, directory), probe=_PROBE)
+            publisher = RollingPublisher(learner, self.sampler, DiskCarrier(learner, directory), probe=_PROBE)
         segments: dict[str, Any] = {"sampling_policy": "segment", "kv_cache": rl.KVCache(max_staleness=1)}
         engine = rl.RolloutEngine(
             rl.Policy(learner, sampler=self.sampler, publisher=publisher),

@@ -69,7 +69,7 @@ class Run:
             self.learner, phase_s=PHASE_S, bucket_bytes=16, open_group=self._open_group
         )
         carrier = self.distributed if way == "distributed" else TensorCarrier(self.learner, bucket_bytes=16)
-        self.publisher = FullPublisher(self.learner, self.sampler.fleet, carrier, probe=PROBE)
+        self.publisher = FullPublisher(self.learner, self.sampler, carrier, probe=PROBE)
 
     def _open_group(self, listener: socket.socket, **options: Any) -> Group:
         return Group(self.groups, listener, options)
@@ -177,7 +177,7 @@ async def test_a_returning_server_has_a_group_of_its_own_and_then_all_have_a_new
     async with _running(one, two, way="distributed") as run:
         await run.publish(0)
         two.restart()
-        run.sampler.fleet.quarantine(OTHER, "test")
+        run.sampler.quarantine(OTHER, "test")
         await anyio.sleep(10)
         assert run.live == [URL, OTHER]
         assert two.base_theta == 0.0 and version_of(two) == 0
@@ -205,7 +205,7 @@ async def test_one_server_that_fails_does_not_cost_the_others_a_version(route: s
     one, two, three = ScriptedServer(), ScriptedServer(), ScriptedServer()
     async with _running(one, two, three, way="distributed") as run:
         await run.publish(0)
-        run.sampler.fleet.quarantine(THIRD, "test")
+        run.sampler.quarantine(THIRD, "test")
         await anyio.sleep(10)
         two.fault(route, *[fault] * 2)
         await run.publish(1)

@@ -41,9 +41,9 @@ class _World:
         self.learner = ThetaLearner()
         self.sampler = SGLang(list(self.servers), transport=network(self.servers), retries=20)
         self.publisher: Publisher = (
-            LoraPublisher(self.learner, self.sampler.fleet, DiskAdapters(self.learner, directory), "run", probe=PROBE)
+            LoraPublisher(self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE)
             if lora
-            else FullPublisher(self.learner, self.sampler.fleet, DiskCarrier(self.learner, directory), probe=PROBE)
+            else FullPublisher(self.learner, self.sampler, DiskCarrier(self.learner, directory), probe=PROBE)
         )
         self.published = -1
         self.segments: list[Segment] = []

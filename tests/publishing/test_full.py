@@ -36,7 +36,7 @@ class Run:
         self.learner = ThetaLearner(lora_rank=None)
         self.sampler = SGLang(list(servers), transport=network(servers))
         carrier = DiskCarrier(self.learner, directory)
-        self.publisher = FullPublisher(self.learner, self.sampler.fleet, carrier, pause_mode=mode, probe=PROBE)
+        self.publisher = FullPublisher(self.learner, self.sampler, carrier, pause_mode=mode, probe=PROBE)
 
     async def publish(self, *versions: int) -> None:
         for version in versions:

@@ -36,7 +36,7 @@ class Run:
         self.learner = ThetaLearner()
         self.sampler = SGLang(list(servers), transport=network(servers))
         self.publisher = LoraPublisher(
-            self.learner, self.sampler.fleet, DiskAdapters(self.learner, directory), "run", probe=PROBE, writer=writer
+            self.learner, self.sampler, DiskAdapters(self.learner, directory), "run", probe=PROBE, writer=writer
         )
         self.notices: list[str] = []
         self.reasons: list[str] = []
@@ -271,7 +271,7 @@ async def test_a_version_published_while_a_server_is_restored_is_not_missed(tmp_
         await run.publish(0)
         one.restart()
         one.fault("/load_lora_adapter", Fault(hold=True))
-        run.sampler.fleet.suspect(URL, "test")
+        run.sampler.suspect(URL, "test")
         await one.wait_until(lambda: sum(route == "/load_lora_adapter" for route, _ in one.calls) == 2)
         await run.publish(1)
         assert [server.url for server in run.sampler.live] == [OTHER]
@@ -287,14 +287,14 @@ async def test_names_that_servers_or_paths_misread_are_refused(tmp_path: Path, n
     """A colon, for one, separates base model and adapter on some routes."""
     learner, sampler = ThetaLearner(), SGLang([URL])
     with pytest.raises(ConfigError, match=r"policy\.name"):
-        LoraPublisher(learner, sampler.fleet, DiskAdapters(learner, tmp_path), name, probe=PROBE)
+        LoraPublisher(learner, sampler, DiskAdapters(learner, tmp_path), name, probe=PROBE)
 
 
 @asynccontextmanager
 async def _with_tensors(directory: Path, *servers: ScriptedServer) -> AsyncGenerator[Run, None]:
     """As ``_running``, with adapters that travel in requests."""
     run = Run(directory, dict(zip((URL, OTHER), servers, strict=False)))
-    run.publisher = LoraPublisher(run.learner, run.sampler.fleet, TensorAdapters(run.learner), "run", probe=PROBE)
+    run.publisher = LoraPublisher(run.learner, run.sampler, TensorAdapters(run.learner), "run", probe=PROBE)
     async with run.sampler.opened():
         yield run
 
@@ -430,7 +430,7 @@ async def test_a_returning_server_must_be_right_about_every_version(tmp_path: Pa
                 one.adapters = {**one.adapters, name: wrong}
 
         one.fault("/load_lora_adapter", *[Fault(edit=spoil)] * 5)
-        run.sampler.fleet.suspect(URL, "it looks new")
+        run.sampler.suspect(URL, "it looks new")
         await anyio.sleep(20)
         assert [server.url for server in run.sampler.live] == [OTHER]
         segment = await run.sample(held)
@@ -504,7 +504,7 @@ async def test_a_server_returns_though_versions_come_as_fast_as_they_are_install
     async with _running(tmp_path, one, two) as run:
         await run.publish(0, 1)
         two.down = True
-        run.sampler.fleet.quarantine(OTHER, "it died")
+        run.sampler.quarantine(OTHER, "it died")
         await run.publish(2)
         two.restart()
         two.down = False

@@ -46,14 +46,11 @@ class _Sampler(SGLang):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.seen: list[tuple[SegmentRequest, Segment]] = []
-        abort_older = self.fleet.abort_older
 
-        async def slow(url: str, anchor: int) -> None:
-            """The update comes some time after: what asks again meanwhile must not do so on the old prefix."""
-            await abort_older(url, anchor)
-            await anyio.sleep(3)
-
-        self.fleet.abort_older = slow  # type: ignore[method-assign]
+    async def abort_older(self, url: str, anchor: int) -> None:
+        """The update comes some time after: what asks again meanwhile must not do so on the old prefix."""
+        await super().abort_older(url, anchor)
+        await anyio.sleep(3)
 
     async def sample(self, request: SegmentRequest) -> Segment:
         segment = await super().sample(request)
@@ -199,7 +196,7 @@ async def test_a_request_on_a_prefix_that_is_too_old_never_leaves() -> None:
     """It comes back as if it had been aborted at once, whatever made it late."""
     server = ScriptedServer()
     async with SGLang(URLS[:1], transport=network({URLS[0]: server})).opened() as sampler:
-        await sampler.fleet.abort_older(URLS[0], 3)
+        await sampler.abort_older(URLS[0], 3)
         request = SegmentRequest(
             trajectory_id="t", input_ids=np.arange(3, dtype=np.int32), max_new_tokens=4, version=3, anchor=2
         )

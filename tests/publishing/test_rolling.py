@@ -39,9 +39,7 @@ class Run:
         self.sampler = SGLang(
             list(self.servers), transport=network(self.servers), retries=20, timeouts=Timeouts(outage_s=outage_s)
         )
-        self.publisher = RollingPublisher(
-            self.learner, self.sampler.fleet, DiskCarrier(self.learner, directory), probe=PROBE
-        )
+        self.publisher = RollingPublisher(self.learner, self.sampler, DiskCarrier(self.learner, directory), probe=PROBE)
 
     async def publish(self, *versions: int) -> None:
         for version in versions:
@@ -182,7 +180,7 @@ async def test_a_server_that_returns_gets_the_newest_version_first(tmp_path: Pat
         await run.publish(1)
         await run.settled()
         two.down = True
-        run.sampler.fleet.quarantine("http://s1", "it died")
+        run.sampler.quarantine("http://s1", "it died")
         await anyio.sleep(100)
         two.restart()
         two.down = False
@@ -203,7 +201,7 @@ async def test_a_lost_version_is_brought_back_while_it_is_held(tmp_path: Path) -
         await run.settled()
         old = next(url for url, server in run.servers.items() if version_of(server) == 0)
         run.servers[old].restart()
-        run.sampler.fleet.quarantine(old, "it died")
+        run.sampler.quarantine(old, "it died")
         segment = await run.sample(0)
         assert {span.version for span in segment.versions} == {0}
 
@@ -216,7 +214,7 @@ async def test_a_server_that_applied_nothing_stops_the_run(tmp_path: Path) -> No
         await run.publish(0)
 
         def label(reply: dict[str, object]) -> None:
-            one.weight_version = two.weight_version = run.sampler.fleet.labels.give(1)
+            one.weight_version = two.weight_version = run.sampler.labels.give(1)
 
         for server in (one, two):
             server.fault("/update_weights_from_disk", Fault(ignore=True, edit=label))
@@ -342,7 +340,7 @@ async def test_a_change_and_a_return_do_not_meet_on_one_server(tmp_path: Path) -
             (url,) = (url for url, server in run.servers.items() if server.paused is not None)
             changing = run.servers[url]
             pauses = [route for route, _ in changing.calls].count("/pause_generation")
-            run.sampler.fleet.suspect(url, "test")
+            run.sampler.suspect(url, "test")
             await anyio.sleep(10)
             assert [route for route, _ in changing.calls].count("/pause_generation") == pauses
             one.release()

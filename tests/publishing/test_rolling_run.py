@@ -70,7 +70,7 @@ def test_every_trajectory_is_of_one_version_within_the_bound(
         urls = {f"http://s{number}": ScriptedServer(seconds=seconds) for number in range(servers)}
         learner = _Learner()
         sampler = SGLang(list(urls), transport=network(urls))
-        publisher = RollingPublisher(learner, sampler.fleet, DiskCarrier(learner, tmp_path), probe=PROBE)
+        publisher = RollingPublisher(learner, sampler, DiskCarrier(learner, tmp_path), probe=PROBE)
         engine = rl.RolloutEngine(
             rl.Policy(learner, sampler=sampler, publisher=publisher),
             env=lambda: _Env(rng),

@@ -42,13 +42,11 @@ class Run:
         self.publisher: FullPublisher | LoraPublisher | RollingPublisher
         if kind == "lora":
             carrier = DiskAdapters(self.learner, directory)
-            self.publisher = LoraPublisher(
-                self.learner, self.sampler.fleet, carrier, "policy", probe=PROBE, writer=writer
-            )
+            self.publisher = LoraPublisher(self.learner, self.sampler, carrier, "policy", probe=PROBE, writer=writer)
         else:
             make = FullPublisher if kind == "full" else RollingPublisher
             disk = DiskCarrier(self.learner, directory)
-            self.publisher = make(self.learner, self.sampler.fleet, disk, probe=PROBE, writer=writer)
+            self.publisher = make(self.learner, self.sampler, disk, probe=PROBE, writer=writer)
 
     async def publish(self, version: int) -> None:
         self.learner.theta = self.base + version / 100
@@ -186,7 +184,7 @@ async def test_a_version_that_was_not_made_yet_is_asked_for_again(tmp_path: Path
     server = servers[URLS[0]]
 
     def mislabel(reply: dict[str, Any]) -> None:
-        meta, label = reply["meta_info"], one.sampler.fleet.labels.give(7).replace(":7", f":{version}")
+        meta, label = reply["meta_info"], one.sampler.labels.give(7).replace(":7", f":{version}")
         if where != "weight_versions":
             meta["weight_version"] = label
         if where == "weight_version":

@@ -76,7 +76,7 @@ async def test_a_hundred_versions_leave_nothing_behind(tmp_path: Path, seed: int
     servers = {URL: ScriptedServer(), OTHER: ScriptedServer()}
     learner = ThetaLearner()
     sampler = SGLang(list(servers), transport=network(servers))
-    publisher = LoraPublisher(learner, sampler.fleet, DiskAdapters(learner, tmp_path), "run", probe=PROBE)
+    publisher = LoraPublisher(learner, sampler, DiskAdapters(learner, tmp_path), "run", probe=PROBE)
     harms = random.Random(seed).sample(sorted(HARMS), len(HARMS))
     async with sampler.opened():
         for version in range(VERSIONS):

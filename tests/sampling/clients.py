@@ -73,7 +73,7 @@ def watch(sampler: SGLang) -> list[str]:
 
 def pool_of(sampler: SGLang) -> Pool:
     """The books of an open client."""
-    return sampler.fleet.pool
+    return sampler.pool
 
 
 CONTROL_CALLS: dict[str, tuple[str, Callable[[ServerControl], Coroutine[Any, Any, object]]]] = {

@@ -38,7 +38,7 @@ def test_a_request_is_answered_or_aborted_and_leaves_nothing(seed: int) -> None:
 
             async def disturb() -> None:
                 await anyio.sleep(rng.uniform(0.0, 3.0))
-                sampler.fleet.quarantine(URL, "test")
+                sampler.quarantine(URL, "test")
                 await anyio.sleep(rng.uniform(0.0, 3.0))
                 sampler.remove(URL, now=rng.random() < 0.5)
                 await anyio.sleep(rng.uniform(0.0, 3.0))

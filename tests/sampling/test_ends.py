@@ -52,7 +52,7 @@ async def _cancel(sampler: SGLang) -> None:
 
 
 async def _quarantine(sampler: SGLang) -> None:
-    await _taken_away(sampler, lambda: sampler.fleet.quarantine(URL, "test"))
+    await _taken_away(sampler, lambda: sampler.quarantine(URL, "test"))
 
 
 async def _remove(sampler: SGLang) -> None:
@@ -162,9 +162,9 @@ async def test_a_repeat_goes_only_to_a_server_that_takes_requests(meanwhile: str
                 if meanwhile == "removed and added":
                     sampler.add(URL)
             case "quarantined":
-                sampler.fleet.quarantine(URL, "test")
+                sampler.quarantine(URL, "test")
             case "suspected":
-                sampler.fleet.suspect(URL, "test")
+                sampler.suspect(URL, "test")
 
     sampler = SGLang(list(servers), transport=_Stale(network(servers), change))
     async with sampler.opened():
@@ -204,13 +204,13 @@ async def test_every_repeat_is_an_event_and_counts(faults: list[Fault], causes: 
 _NOT_OPEN: dict[str, Callable[[SGLang], Any]] = {
     "sample": lambda sampler: sampler.sample(make_request("t")),
     "wait_live": lambda sampler: sampler.wait_live(),
-    "fleet.wait_until": lambda sampler: sampler.fleet.wait_until(lambda: True),
-    "fleet.vacate": lambda sampler: sampler.fleet.vacate(URL),
-    "fleet.abort_older": lambda sampler: sampler.fleet.abort_older(URL, 1),
+    "wait_until": lambda sampler: sampler.wait_until(lambda: True),
+    "vacate": lambda sampler: sampler.vacate(URL),
+    "abort_older": lambda sampler: sampler.abort_older(URL, 1),
     "add": lambda sampler: sampler.add(OTHER),
     "remove": lambda sampler: sampler.remove(URL),
     "on_capacity": lambda sampler: sampler.on_capacity(lambda capacity: None),
-    "fleet.spawn": lambda sampler: sampler.fleet.spawn(anyio.sleep_forever),
+    "spawn": lambda sampler: sampler.spawn(anyio.sleep_forever),
 }
 
 
@@ -237,11 +237,11 @@ async def test_what_can_be_said_without_open_servers_is_said(when: str) -> None:
             sampler.remove(OTHER)
             assert sampler.urls == [URL]
     assert sampler.urls == [URL, OTHER]
-    assert (sampler.live, sampler.fleet.versions, sampler.context_tokens) == ([], {}, None)
-    sampler.fleet.suspect(URL, "test")
-    sampler.fleet.quarantine(URL, "test")
-    sampler.fleet.serving(URL, 3)
-    assert sampler.fleet.versions == {}
+    assert (sampler.live, sampler.versions, sampler.context_tokens) == ([], {}, None)
+    sampler.suspect(URL, "test")
+    sampler.quarantine(URL, "test")
+    sampler.serving(URL, 3)
+    assert sampler.versions == {}
 
 
 async def test_one_client_is_open_once() -> None:

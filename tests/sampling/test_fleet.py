@@ -34,7 +34,7 @@ async def test_an_added_server_takes_requests_only_after_it_was_brought_to_the_p
             raise PublicationError("not yet")
 
     async with open_client({URL: one, OTHER: two}, urls=[URL]) as sampler:
-        sampler.fleet.claim(None, restore)
+        sampler.claim(None, restore)
         names = watch(sampler)
         sampler.add(OTHER)
         await anyio.sleep(100)
@@ -93,8 +93,8 @@ async def test_a_removed_server_gets_no_new_requests_and_is_forgotten(now: bool)
         assert URL not in pool_of(sampler)
         assert len(one.aborted) == now
         # What is said about it later concerns nobody.
-        sampler.fleet.suspect(URL, "late")
-        sampler.fleet.quarantine(URL, "late")
+        sampler.suspect(URL, "late")
+        sampler.quarantine(URL, "late")
         await anyio.sleep(100)
         assert [control.url for control in sampler.live] == [OTHER]
 
@@ -127,7 +127,7 @@ async def test_a_server_that_is_removed_on_its_way_back_stays_away() -> None:
     one, two = scripted(), scripted()
     async with open_client({URL: one, OTHER: two}) as sampler:
         one.down = True
-        sampler.fleet.quarantine(URL, "test")
+        sampler.quarantine(URL, "test")
         await anyio.sleep(50)
         sampler.remove(URL)
         one.down = False
@@ -144,8 +144,8 @@ async def test_a_server_that_is_removed_at_the_end_of_its_restoration_does_not_r
         async def restore(control: ServerControl) -> None:
             sampler.remove(control.url)
 
-        sampler.fleet.claim(None, restore)
-        sampler.fleet.suspect(URL, "test")
+        sampler.claim(None, restore)
+        sampler.suspect(URL, "test")
         await anyio.sleep(60)
         assert sampler.urls == [OTHER]
         assert [control.url for control in sampler.live] == [OTHER]
@@ -206,7 +206,7 @@ async def test_a_dead_and_a_slow_server_get_little_and_sessions_stay_where_they_
         async def die() -> None:
             await anyio.sleep(5.5)
             dead.down = True
-            sampler.fleet.quarantine(URL, "it died")
+            sampler.quarantine(URL, "it died")
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(die)
@@ -233,10 +233,10 @@ async def test_capacity_follows_the_servers_that_take_requests() -> None:
         pool_of(sampler).set_limit(URL, 10)
         pool_of(sampler).set_limit(OTHER, 7)
         assert seen[-1] == 17
-        sampler.fleet.claim(None, _never)
-        sampler.fleet.quarantine(URL, "test")
+        sampler.claim(None, _never)
+        sampler.quarantine(URL, "test")
         assert seen[-1] == 7
-        sampler.fleet.quarantine(OTHER, "test")
+        sampler.quarantine(OTHER, "test")
         assert seen[-1] == 1
         forget()
         pool_of(sampler).set_limit(OTHER, 9)
@@ -259,16 +259,16 @@ async def test_a_pinned_request_waits_for_a_server_of_its_version() -> None:
     one, two = scripted(), scripted()
     two.weight_version = "3"
     async with open_client({URL: one, OTHER: two}) as sampler:
-        sampler.fleet.serving(URL, 0)
+        sampler.serving(URL, 0)
         key = key_of(URL, URL, OTHER)
         with pytest.raises(ServerUnavailable, match="with version 3 within 120 s"):
             await sampler.sample(make_request(key, version=3, replica=True))
-        sampler.fleet.serving(OTHER, 3)
+        sampler.serving(OTHER, 3)
         assert (await sampler.sample(make_request(key, version=3, replica=True))).server == OTHER
         assert (await sampler.sample(make_request(key, version=0, replica=True))).server == URL
         # What a server that went out holds is anybody's guess.
-        sampler.fleet.claim(None, _never)
-        sampler.fleet.quarantine(OTHER, "test")
+        sampler.claim(None, _never)
+        sampler.quarantine(OTHER, "test")
         assert pool_of(sampler).version(OTHER) is None
 
 
@@ -277,8 +277,8 @@ async def test_a_replica_that_answers_with_another_version_is_looked_at_and_aske
     one, two = scripted(), scripted()
     two.weight_version = "2"
     async with open_client({URL: one, OTHER: two}) as sampler:
-        sampler.fleet.serving(URL, 2)
-        sampler.fleet.serving(OTHER, 2)
+        sampler.serving(URL, 2)
+        sampler.serving(OTHER, 2)
         names = watch(sampler)
         segment = await sampler.sample(make_request(key_of(URL, URL, OTHER), version=2, replica=True))
         assert (len(one.generated), segment.server) == (1, OTHER)
@@ -304,7 +304,7 @@ async def test_requests_on_older_prefixes_are_aborted_and_waited_for() -> None:
         await one.wait_until(lambda: one.in_flight == 2)
         tasks.start_soon(lambda: sample("younger", version=5, anchor=5))
         await one.wait_until(lambda: one.in_flight == 3)
-        await sampler.fleet.abort_older(URL, 5)
+        await sampler.abort_older(URL, 5)
         assert set(stops) == {"older prefix", "unanchored"}
         assert set(stops.values()) == {StopReason.ABORT}
         one.release()
@@ -319,7 +319,7 @@ async def test_a_request_that_ignores_its_abort_is_taken_away_after_half_a_minut
     async with open_client({URL: one}) as sampler, anyio.create_task_group() as tasks:
         tasks.start_soon(sampler.sample, make_request("t"))
         await one.wait_until(lambda: one.in_flight == 1)
-        await sampler.fleet.abort_older(URL, 1)
+        await sampler.abort_older(URL, 1)
         assert anyio.current_time() == 30
         tasks.cancel_scope.cancel()
 

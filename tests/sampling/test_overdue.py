@@ -75,7 +75,7 @@ async def test_a_server_that_does_it_again_is_quarantined_and_comes_back() -> No
 
     async with open_client(servers) as sampler:
         await _warm(sampler)
-        sampler.fleet.claim(None, restore)
+        sampler.claim(None, restore)
         names = watch(sampler)
         key = key_of(URL, URL, OTHER)
         for _ in range(2):

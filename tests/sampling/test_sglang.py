@@ -132,7 +132,7 @@ async def test_a_dead_server_loses_its_requests_and_comes_back_only_when_restore
         restored.append(control.url)
 
     async with _client({URL: one, OTHER: two}) as sampler:
-        sampler.fleet.claim(None, restore)
+        sampler.claim(None, restore)
         names = _watch(sampler)
         one.down = True
         assert (await sampler.sample(_request(key=_key_of(URL)))).server == OTHER
@@ -160,7 +160,7 @@ async def test_quarantine_takes_running_requests_away() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sample)
             await one.wait_until(lambda: one.in_flight == 1)
-            sampler.fleet.quarantine(URL, "test")
+            sampler.quarantine(URL, "test")
         assert servers == [OTHER]
         assert one.aborted == [one.generated[0].rid]
 
@@ -265,7 +265,7 @@ async def test_a_restarted_server_that_lost_the_adapter_is_restored_and_asked_ag
         await control.load_adapter("a", tmp_path)
 
     async with _client({URL: one}) as sampler:
-        sampler.fleet.claim(None, restore)
+        sampler.claim(None, restore)
         await restore(sampler.live[0])
         one.restart()
         segment = await sampler.sample(_request(adapter="a"))

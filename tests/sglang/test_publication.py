@@ -105,11 +105,11 @@ async def _publish_full(
         (control,) = sampler.live
         way = carrier(learner, directory)
         probe = Probe.for_model(server.model, tolerance=CLOSE)
-        publisher = FullPublisher(learner, sampler.fleet, way, pause_mode=pause_mode, probe=probe)
+        publisher = FullPublisher(learner, sampler, way, pause_mode=pause_mode, probe=probe)
         for version in range(3):
             await publisher.stage(version)
             assert await publisher.publish(version) <= CLOSE
-            assert await control.weight_label() == sampler.fleet.labels.give(version)
+            assert await control.weight_label() == sampler.labels.give(version)
             with anyio.fail_after(60):  # a paused server would not answer
                 segment = await sampler.sample(_request(version))
             assert [span.version for span in segment.versions] == [version]
@@ -143,7 +143,7 @@ async def test_adapters_arrive_and_stay_beside_each_other(sglang_server: RealSer
         before = await control.checksum()
         carrier: AdapterCarrier = DiskAdapters(learner, tmp_path) if way == "disk" else TensorAdapters(learner)
         probe = Probe.for_model(sglang_server.model, tolerance=CLOSE)
-        publisher = LoraPublisher(learner, sampler.fleet, carrier, "run", probe=probe)
+        publisher = LoraPublisher(learner, sampler, carrier, "run", probe=probe)
         publisher.pin(0)
         for version in range(4):
             await publisher.stage(version)
@@ -200,7 +200,7 @@ async def test_requests_cross_an_update_and_their_tokens_say_so(
     ):
         publisher = FullPublisher(
             learner,
-            sampler.fleet,
+            sampler,
             DiskCarrier(learner, tmp_path),
             pause_mode=pause_mode,
             kv_cache=rl.KVCache(max_staleness=1),
@@ -231,7 +231,7 @@ async def test_a_prefix_is_reused_over_an_update_only_where_the_rule_allows_it(
     async with _learning(sglang_server) as learner, _sampling(sglang_server) as sampler:
         publisher = FullPublisher(
             learner,
-            sampler.fleet,
+            sampler,
             DiskCarrier(learner, tmp_path),
             kv_cache=rule,
             probe=Probe.for_model(sglang_server.model, tolerance=CLOSE),
