@@ -34,9 +34,9 @@ class LoadedAdapter(Generic[W]):
 
 
 class Adapters(Generic[W]):
-    """SGLang's rules of adapters. ``read(name, source)`` raises ``OSError``, ``ValueError`` or ``KeyError``."""
+    """SGLang's rules of adapters. ``read(source)`` raises ``OSError``, ``ValueError`` or ``KeyError``."""
 
-    def __init__(self, read: Callable[[str, AdapterSource], Awaitable[W]]) -> None:
+    def __init__(self, read: Callable[[AdapterSource], Awaitable[W]]) -> None:
         self._read = read
         self._loaded: dict[str, LoadedAdapter[W]] = {}
         self._known: dict[str, str] = {}
@@ -64,7 +64,7 @@ class Adapters(Generic[W]):
             if name in self._loaded:
                 raise self._error(f"Failed to load LoRA adapter {name} because it is already loaded")
             try:
-                weights = await self._read(name, source)
+                weights = await self._read(source)
             except (OSError, ValueError, KeyError) as error:
                 raise self._error(f"Failed to load LoRA adapter {name}: {error}") from error
             self._put(name, source if isinstance(source, str) else _IN_BODY, weights)
@@ -99,7 +99,7 @@ class Adapters(Generic[W]):
             async with self._one_change:
                 if name not in self._loaded:
                     try:
-                        weights = await self._read(name, self._known[name])
+                        weights = await self._read(self._known[name])
                     except (OSError, ValueError, KeyError) as error:
                         raise bad_value(f"Failed to implicitly load LoRA adapter {name}: {error}") from error
                     self._put(name, self._known[name], weights)

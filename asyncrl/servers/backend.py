@@ -40,14 +40,8 @@ class Backend(Protocol):
     """What computes. Its coroutines raise ``WireError`` for what they refuse. Weights and groups are its own values."""
 
     adapters: Adapters[Any]
-
-    @property
-    def limits(self) -> ServerLimits:
-        """Its sizes."""
-
-    @property
-    def paused(self) -> PauseMode | None:
-        """The mode of the pause, None if there is none."""
+    limits: ServerLimits
+    paused: PauseMode | None
 
     @property
     def load(self) -> tuple[int, int]:

@@ -63,29 +63,24 @@ class Routes:
 
     # -- what is read -------------------------------------------------------------------------------------------------
 
-    async def health(self, body: Body) -> Reply:
-        """The process answers."""
+    async def _health(self, body: Body) -> Reply:
         return ""
 
-    async def ready(self, body: Body) -> Reply:
-        """Up and not paused."""
+    async def _ready(self, body: Body) -> Reply:
         if self._backend.paused is not None:
             raise WireError(503, "")
         return ""
 
-    async def model_info(self, body: Body) -> Reply:
-        """What is served."""
+    async def _model_info(self, body: Body) -> Reply:
         served = {"model_path": self._model_path, "served_model_name": self._model_path, "weight_version": self.label}
         return served | {"tokenizer_path": self._first_path, "is_generation": True} | dict(self._more_model_info)
 
-    async def server_info(self, body: Body) -> Reply:
-        """Version and sizes."""
+    async def _server_info(self, body: Body) -> Reply:
         known = {"version": self._version, "frontend": "python", "status": "ready", "tp_size": 1, "dp_size": 1}
         known["weight_version"] = self.label
         return known | self._backend.limits.told() | dict(self._more_server_info)
 
-    async def loads(self, body: Body) -> Reply:
-        """Running and waiting requests, and what the KV pool holds."""
+    async def _loads(self, body: Body) -> Reply:
         limits, (running, waiting) = self._backend.limits, self._backend.load
         load: dict[str, float] = {
             "dp_rank": 0,
@@ -102,8 +97,7 @@ class Routes:
             }
         return {"timestamp": time.time(), "version": self._version, "num_accelerators": 1, "loads": [load]}
 
-    async def models(self, body: Body) -> Reply:
-        """The base model and its adapters."""
+    async def _models(self, body: Body) -> Reply:
         base, length = self._model_path, self._backend.limits.context_length
         models = [{"id": base, "object": "model", "root": base, "parent": None, "max_model_len": length}]
         models += [
@@ -114,8 +108,7 @@ class Routes:
 
     # -- requests and pauses ------------------------------------------------------------------------------------------
 
-    async def abort_request(self, body: Body) -> Reply:
-        """One request by rid, or all."""
+    async def _abort_request(self, body: Body) -> Reply:
         rid = field(body, "rid", str)
         if field(body, "abort_all", bool, False):
             await self._backend.abort_all()
@@ -123,35 +116,31 @@ class Routes:
             await self._backend.abort(rid)
         return ""
 
-    async def pause_generation(self, body: Body) -> Reply:
-        """Modes abort, retract and in_place."""
+    async def _pause_generation(self, body: Body) -> Reply:
         mode = field(body, "mode", str, "abort")
         if mode not in get_args(PauseMode):
             raise bad_request(f"mode is {mode!r}, not abort, retract or in_place")
         await self._backend.pause(mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def continue_generation(self, body: Body) -> Reply:
-        """Undo a pause."""
+    async def _continue_generation(self, body: Body) -> Reply:
         self._backend.resume()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    async def flush_cache(self, body: Body) -> Reply:
-        """Refused while something runs."""
+    async def _flush_cache(self, body: Body) -> Reply:
         if not await self._backend.flush():
             raise WireError(400, "Flush cache failed.\n")
         return "Cache flushed.\n"
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    async def update_weights_from_disk(self, body: Body) -> Reply:
-        """Full weights from a model folder."""
+    async def _update_weights_from_disk(self, body: Body) -> Reply:
         path, update = Path(field(body, "model_path", str, ...)), _Update(body)
         reply = await self._replace(path, update, "Succeeded to update model weights.")
         self._model_path = str(path)
         return reply | {"num_paused_requests": 0}
 
-    async def begin_weight_update(self, body: Body) -> Reply:
+    async def _begin_weight_update(self, body: Body) -> Reply:
         """Open the session that updates in pieces need, once nothing runs or while paused."""
         async with self._backend.exclusive():
             if self._session:
@@ -159,22 +148,19 @@ class Routes:
             self._session = True
         return _done("Success")
 
-    async def end_weight_update(self, body: Body) -> Reply:
-        """Close it."""
+    async def _end_weight_update(self, body: Body) -> Reply:
         async with self._backend.exclusive():
             if not self._session:
                 raise update_error("no weight-update session is open; call begin_weight_update() first")
             self._session = False
         return _done("Success")
 
-    async def update_weights_from_tensor(self, body: Body) -> Reply:
-        """Some weights, that come in the body."""
+    async def _update_weights_from_tensor(self, body: Body) -> Reply:
         payloads, update = _payloads(body), _Update(body)
         self._require_session("update_weights_from_tensor")
         return await self._replace(self._backend.unpacked(payloads), update, "Success")
 
-    async def update_weights_from_distributed(self, body: Body) -> Reply:
-        """Some weights, by broadcast."""
+    async def _update_weights_from_distributed(self, body: Body) -> Reply:
         self._require_session("update_weights_from_distributed")
         names, dtypes, shapes = (field(body, key, list, ...) for key in ("names", "dtypes", "shapes"))
         flattened = body.get("load_format") == "flattened_bucket"
@@ -192,8 +178,7 @@ class Routes:
         weights = await self._backend.receive(self._groups[name], broadcast)
         return await self._replace(weights, update, "Succeeded to update parameter online.")
 
-    async def init_weights_update_group(self, body: Body) -> Reply:
-        """Join a group; returns when every rank has."""
+    async def _init_weights_update_group(self, body: Body) -> Reply:
         world_size = _within(body, "world_size", 2, _MOST_RANKS)
         place = GroupPlace(
             name=_group_name(body),
@@ -210,14 +195,12 @@ class Routes:
         self._groups[place.name] = await self._backend.join(place)
         return _done("Succeeded to initialize custom process group.")
 
-    async def destroy_weights_update_group(self, body: Body) -> Reply:
-        """Leave it."""
+    async def _destroy_weights_update_group(self, body: Body) -> Reply:
         if self._groups.pop(field(body, "group_name", str, _GROUP), self) is self:
             raise update_error("The group to be destroyed does not exist.")
         return _done("Succeeded to destroy custom process group.")
 
-    async def update_weight_version(self, body: Body) -> Reply:
-        """The label alone."""
+    async def _update_weight_version(self, body: Body) -> Reply:
         label = field(body, "new_version", str, ...)
         if field(body, "abort_all_requests", bool, True):
             await self._backend.abort_all()
@@ -225,7 +208,7 @@ class Routes:
         self.rename(label)
         return _done(f"Weight version updated to {label}") | {"new_version": label}
 
-    async def weights_checker(self, body: Body) -> Reply:
+    async def _weights_checker(self, body: Body) -> Reply:
         """Digests of the weights; nothing else that SGLang's can do."""
         action = field(body, "action", str, "checksum")
         if action != "checksum":
@@ -237,19 +220,16 @@ class Routes:
 
     # -- adapters -----------------------------------------------------------------------------------------------------
 
-    async def load_lora_adapter(self, body: Body) -> Reply:
-        """From a PEFT folder."""
+    async def _load_lora_adapter(self, body: Body) -> Reply:
         await self._backend.adapters.load(field(body, "lora_name", str, ...), field(body, "lora_path", str, ...))
         return adapters_reply(self._backend.adapters.paths)
 
-    async def load_lora_adapter_from_tensors(self, body: Body) -> Reply:
-        """From tensors in the body."""
+    async def _load_lora_adapter_from_tensors(self, body: Body) -> Reply:
         name, _ = field(body, "lora_name", str, ...), field(body, "config_dict", dict, ...)
         await self._backend.adapters.load(name, _payloads(body))
         return adapters_reply(self._backend.adapters.paths)
 
-    async def unload_lora_adapter(self, body: Body) -> Reply:
-        """Waits for the requests that use it."""
+    async def _unload_lora_adapter(self, body: Body) -> Reply:
         await self._backend.adapters.unload(field(body, "lora_name", str, ...))
         return adapters_reply(self._backend.adapters.paths)
 
@@ -280,32 +260,32 @@ class Routes:
 
 Handler: TypeAlias = Callable[[Routes, Body], Awaitable[Reply]]
 _READ: Mapping[str, Handler] = {
-    "/health": Routes.health,
-    "/ready": Routes.ready,
-    "/model_info": Routes.model_info,
-    "/server_info": Routes.server_info,
-    "/v1/loads": Routes.loads,
-    "/v1/models": Routes.models,
+    "/health": Routes._health,
+    "/ready": Routes._ready,
+    "/model_info": Routes._model_info,
+    "/server_info": Routes._server_info,
+    "/v1/loads": Routes._loads,
+    "/v1/models": Routes._models,
 }
 _WRITTEN: Mapping[str, Handler] = {
-    f"/{handler.__name__}": handler
+    f"/{handler.__name__[1:]}": handler
     for handler in (
-        Routes.abort_request,
-        Routes.pause_generation,
-        Routes.continue_generation,
-        Routes.flush_cache,
-        Routes.update_weights_from_disk,
-        Routes.begin_weight_update,
-        Routes.end_weight_update,
-        Routes.update_weights_from_tensor,
-        Routes.update_weights_from_distributed,
-        Routes.init_weights_update_group,
-        Routes.destroy_weights_update_group,
-        Routes.update_weight_version,
-        Routes.weights_checker,
-        Routes.load_lora_adapter,
-        Routes.load_lora_adapter_from_tensors,
-        Routes.unload_lora_adapter,
+        Routes._abort_request,
+        Routes._pause_generation,
+        Routes._continue_generation,
+        Routes._flush_cache,
+        Routes._update_weights_from_disk,
+        Routes._begin_weight_update,
+        Routes._end_weight_update,
+        Routes._update_weights_from_tensor,
+        Routes._update_weights_from_distributed,
+        Routes._init_weights_update_group,
+        Routes._destroy_weights_update_group,
+        Routes._update_weight_version,
+        Routes._weights_checker,
+        Routes._load_lora_adapter,
+        Routes._load_lora_adapter_from_tensors,
+        Routes._unload_lora_adapter,
     )
 }
 _HANDLERS: Mapping[str, Handler] = {**_READ, **_WRITTEN}

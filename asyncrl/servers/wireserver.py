@@ -155,9 +155,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def parse_generate(content: bytes) -> GenerateRequest:
-    """Read and check a ``/generate`` body. Raises ``WireError`` with SGLang's status and body shape."""
-    body = parse_body(content)
+def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
+    """Check a ``/generate`` body. Raises ``WireError`` with SGLang's status and body shape."""
     outer = {
         "rid": field(body, "rid", str) or uuid.uuid4().hex,
         "return_logprob": field(body, "return_logprob", bool, False),

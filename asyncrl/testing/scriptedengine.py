@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -97,23 +98,31 @@ class ScriptedEngine:
         """Answer a request with ``script``, or with tokens that are drawn, over ``seconds``."""
         if wire.rid in self._live:
             raise bad_value(f"Duplicate request ID detected: {wire.rid}")
-        run = self._live[wire.rid] = Run(wire=wire, script=script, seconds=seconds, held=held)
+        run = self._live[wire.rid] = Run(
+            wire=wire,
+            tokens=array("q", wire.input_ids),
+            stop_ids=frozenset() if wire.ignore_eos else self._eos | frozenset(wire.stop_token_ids),
+            script=script,
+            seconds=seconds,
+            held=held,
+        )
         self._changed.notify()
         try:
             await self._gate.wait_until(lambda: self.paused is None and not self._writers)
             self._inside += 1
             try:
                 run.allow(self.limits.allowed_new_tokens(wire))
-                if wire.lora_path is not None and wire.lora_path not in self.adapters.paths:
-                    self.reloaded.append(wire.lora_path)
+                late = wire.lora_path is not None and wire.lora_path not in self.adapters.paths
                 async with self.adapters.using(wire.lora_path) as run.adapter:
+                    if late:
+                        self.reloaded.append(str(wire.lora_path))
                     await self._compute(run)
             finally:
                 self._leave(run)
         finally:
             del self._live[wire.rid]
             self._changed.notify()
-        return run.reply(run.output, label=self._label, decode=text_of)
+        return run.reply(label=self._label, decode=text_of)
 
     def release(self) -> None:
         """Every request has its tokens as soon as it runs."""
@@ -229,7 +238,7 @@ class ScriptedEngine:
         """The request ended, or its client went away."""
         if run in self._running:
             self._running.remove(run)
-            self._prefixes.insert(run.namespace, [*run.wire.input_ids, *run.output][:-1])
+            self._prefixes.insert(run.namespace, run.tokens[:-1])
         elif run in self._waiting:
             self._waiting.remove(run)
         self._inside -= 1
@@ -253,7 +262,7 @@ class ScriptedEngine:
                 self._advance(run)
 
     def _advance(self, run: Run) -> None:
-        run.advance(self._theta_for(run), self._label, eos=self._eos, uniform=self._random.random)
+        run.advance(self._theta_for(run), self._label, uniform=self._random.random)
 
     def _theta_for(self, run: Run) -> float:
         return self.theta if run.adapter is None or self._ignores_adapters else run.adapter.weights
@@ -263,7 +272,7 @@ class ScriptedEngine:
         self._changed.notify()
 
 
-async def _read(name: str, source: AdapterSource) -> float:
+async def _read(source: AdapterSource) -> float:
     theta = read_theta(Path(source)) if isinstance(source, str) else find_theta(source)
     if theta is None:
         raise ValueError("no tensor is named after its theta")

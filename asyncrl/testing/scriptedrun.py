@@ -36,8 +36,6 @@ class Run(Generation[float]):
     running: bool = False
     abort_sent: bool = False
     abort_pending: bool = False
-    output: list[int] = field(default_factory=list)
-    _planned: int = 0
     _worked_s: float = 0.0
     _since: float = 0.0
     _prompt_theta: float | None = None
@@ -46,20 +44,18 @@ class Run(Generation[float]):
 
     def allow(self, tokens: int) -> None:
         """Set how many tokens the request may have; a script may have fewer."""
-        self._planned = tokens if self.script is None else min(tokens, len(self.script))
+        self.max_new_tokens = tokens if self.script is None else min(tokens, len(self.script))
 
     def prefill(self, prefixes: PrefixMemory, theta: float) -> None:
         """Find what is cached of the prompt, and score it, the first time."""
         if self._prompt_theta is not None:
             return
         self._prompt_theta = theta
-        usable = len(self.wire.input_ids) - 1
-        if self.wire.logprob_start_len >= 0:
-            usable = min(usable, self.wire.logprob_start_len)
-        self.cached_tokens = prefixes.match(self.namespace, self.wire.input_ids[:usable])
-        prefixes.insert(self.namespace, self.wire.input_ids)
+        ids = self.wire.input_ids
+        self.cached_tokens = prefixes.match(self.namespace, ids[: self.cacheable])
+        prefixes.insert(self.namespace, ids)
         start = self.wire.logprob_start_len
-        tokens = self.wire.input_ids[start:] if start >= 0 else []
+        tokens = ids[start:] if start >= 0 else []
         if tokens:
             # As in SGLang: never tempered, and without a value for the first.
             scores = theta_logprobs(tokens, theta).tolist()
@@ -96,7 +92,7 @@ class Run(Generation[float]):
         """Tokens a second at this moment; 0 while it is held or stopped."""
         if self.held or not self.running or not self.seconds:
             return 0.0
-        return self._planned / self.seconds
+        return self.max_new_tokens / self.seconds
 
     def seconds_left(self) -> float:
         """Seconds until its last token, if nothing happens; infinite while it is held."""
@@ -105,43 +101,36 @@ class Run(Generation[float]):
         left = self.seconds - self._worked_s - (anyio.current_time() - self._since)
         return left if left > _ROUNDING_S else 0.0
 
-    def advance(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
+    def advance(self, theta: float, label: str, *, uniform: Callable[[], float]) -> None:
         """Append the tokens that are due by now, drawn from the weights ``theta`` and labelled ``label``."""
         due = self._due()
-        while len(self.output) < due and self.finish_reason is None:
-            self._append(theta, label, eos=eos, uniform=uniform)
-        if len(self.output) >= self._planned:
-            self.finished({"type": "length", "length": len(self.output)})
+        while self.output_tokens < due and self.finish_reason is None:
+            self._append(theta, label, uniform=uniform)
+        if self.finish_reason is None and not self.max_new_tokens:
+            self.finish_reason = {"type": "length", "length": 0}
+        if self.finish_reason is not None:
+            self.running = False
+            self.changed.notify()
 
     def _due(self) -> int:
         if self.held:
-            return self._planned // 2
+            return self.max_new_tokens // 2
         left = self.seconds_left()
         if left <= 0:
-            return self._planned
-        return int(self._planned * (self.seconds - left) / self.seconds)
+            return self.max_new_tokens
+        return int(self.max_new_tokens * (self.seconds - left) / self.seconds)
 
-    def _append(self, theta: float, label: str, *, eos: frozenset[int], uniform: Callable[[], float]) -> None:
-        wire, position = self.wire, len(self.output)
+    def _append(self, theta: float, label: str, *, uniform: Callable[[], float]) -> None:
+        wire = self.wire
         # A frozen server has begun its next step: that token is of the old weights, whatever its label says.
         theta, self._lag = theta if self._lag is None else self._lag, None
         if self.script is not None:
-            token = int(self.script[position])
+            token = int(self.script[self.output_tokens])
         else:
             token = draw_token(
                 theta, uniform(), temperature=wire.temperature, top_k=wire.top_k, top_p=wire.top_p, min_p=wire.min_p
             )
-        self.note(float(theta_logprobs([token], theta, temperature=wire.temperature)[0]), label)
-        self.output.append(token)
-        if not wire.ignore_eos and (token in eos or token in wire.stop_token_ids):
-            self.finished({"type": "stop", "matched": token})
-            return
-        if wire.stop:
-            tail = text_of(self.output[-max(map(len, wire.stop)) :])
-            for stop in wire.stop:
-                if stop in tail:
-                    self.finished({"type": "stop", "matched": stop})
-                    return
+        self.append(token, float(theta_logprobs([token], theta, temperature=wire.temperature)[0]), label, text_of)
 
 
 class PrefixMemory:

@@ -18,8 +18,8 @@ import httpx
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.servers.routes import METHODS, Routes, encoded
-from asyncrl.servers.wireserver import GenerateRequest, WireError, parse_body, parse_generate
 from asyncrl.servers.wireserver import ServerLimits as ScriptedLimits
+from asyncrl.servers.wireserver import WireError, parse_body, parse_generate
 from asyncrl.testing.scriptedengine import ScriptedEngine
 from asyncrl.testing.theta import find_theta_in
 
@@ -222,7 +222,7 @@ class ScriptedServer:
         reply: Any = {"success": True}
         try:
             if not fault.ignore:
-                reply = await self._handle(method, route, body, content, fault)
+                reply = await self._handle(method, route, body, fault)
         except WireError as error:
             status, reply = error.status, error.body
         if fault.edit is not None and status == 200:
@@ -231,13 +231,13 @@ class ScriptedServer:
             raise _Cut
         return status, reply
 
-    async def _handle(self, method: str, route: str, body: Mapping[str, Any], content: bytes, fault: Fault) -> Any:
+    async def _handle(self, method: str, route: str, body: Mapping[str, Any], fault: Fault) -> Any:
         if route not in METHODS:
             raise WireError(404, {"detail": "Not Found"})
         if METHODS[route] != method:
             raise WireError(405, {"detail": "Method Not Allowed"})
         if route == "/generate":
-            return await self._generate(body, parse_generate(content), held=fault.hold)
+            return await self._generate(body, held=fault.hold)
         if route == "/abort_request" and isinstance(body.get("rid"), str):
             self.aborted.append(body["rid"])
         return await self._routes.answer(route, body)
@@ -245,7 +245,8 @@ class ScriptedServer:
     def _new_routes(self) -> Routes:
         return Routes(self._engine, version="scripted", model_path="scripted", model_info={}, server_info=self.limits)
 
-    async def _generate(self, body: Mapping[str, Any], wire: GenerateRequest, *, held: bool) -> dict[str, Any]:
+    async def _generate(self, body: Mapping[str, Any], *, held: bool) -> dict[str, Any]:
+        wire = parse_generate(body)
         call = GenerateCall(
             rid=wire.rid,
             input_ids=tuple(wire.input_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.wire import error_text, generate_body, parse_segment
 from asyncrl.servers.generation import Generation
-from asyncrl.servers.wireserver import WireError, bad_value, parse_generate
+from asyncrl.servers.wireserver import WireError, bad_value, parse_body, parse_generate
 from asyncrl.types import StopReason, VersionSpan
 
 
@@ -25,13 +26,14 @@ def segment_request(**options: Any) -> SegmentRequest:
 def reply(**changes: Any) -> dict[str, Any]:
     """A right reply of three tokens, with changes in its ``meta_info``."""
     generation = Generation[None](
-        wire=parse_generate(orjson.dumps({"rid": "r", "input_ids": [7, 8, 9], "return_logprob": True})),
+        wire=parse_generate({"rid": "r", "input_ids": [7, 8, 9], "return_logprob": True}),
+        tokens=array("q", [7, 8, 9, 3, 4, 1]),
         logprobs=[-0.5, -1.5, -0.25],
         finish_reason={"type": "stop", "matched": 1},
         versions=[("5", 0)],
         cached_tokens=2,
     )
-    body = generation.reply([3, 4, 1], label="5", decode=lambda ids: "abc")
+    body = generation.reply(label="5", decode=lambda ids: "abc")
     body["meta_info"].update(changes)
     return body
 
@@ -84,7 +86,7 @@ def test_base_weights_name_no_adapter() -> None:
 def test_what_the_client_sends_the_server_reads() -> None:
     """Both directions of the module agree."""
     request = segment_request(top_k=5, stop=("x", "y"), stop_token_ids=(1, 2), seed=11, adapter="a", extra_key="k")
-    read = parse_generate(orjson.dumps(generate_body(request, rid="r1"), option=orjson.OPT_SERIALIZE_NUMPY))
+    read = parse_generate(parse_body(orjson.dumps(generate_body(request, rid="r1"), option=orjson.OPT_SERIALIZE_NUMPY)))
     assert (read.rid, list(read.input_ids), read.lora_path, read.extra_key) == ("r1", [7, 8, 9], "a", "k")
     assert (read.max_new_tokens, read.temperature, read.top_p, read.top_k) == (4, 1.0, 1.0, 5)
     assert (read.stop, read.stop_token_ids, read.sampling_seed) == (("x", "y"), (1, 2), 11)
@@ -203,9 +205,9 @@ def test_the_text_of_an_error_is_found_in_every_shape(content: bytes, text: str)
 def test_unknown_sampling_keys_are_refused_and_other_keys_ignored() -> None:
     """The error is a string for the one; the other is as in SGLang."""
     with pytest.raises(WireError, match=r"unknown field `max_tokens`, expected one of .*max_new_tokens") as caught:
-        parse_generate(b'{"input_ids":[1],"sampling_params":{"max_tokens":5}}')
+        parse_generate({"input_ids": [1], "sampling_params": {"max_tokens": 5}})
     assert caught.value.status == 400 and isinstance(caught.value.body["error"], str)
-    assert parse_generate(b'{"input_ids":[1],"whatever":2}').max_new_tokens == 128
+    assert parse_generate({"input_ids": [1], "whatever": 2}).max_new_tokens == 128
 
 
 def test_null_is_the_default() -> None:
@@ -213,7 +215,7 @@ def test_null_is_the_default() -> None:
     content = (
         b'{"input_ids":[1],"rid":null,"extra_key":null,"sampling_params":{"temperature":null,"stop":null,"top_k":null}}'
     )
-    read = parse_generate(content)
+    read = parse_generate(parse_body(content))
     assert (read.temperature, read.stop, read.top_k, read.extra_key) == (1.0, (), -1, "")
     assert read.rid
 
@@ -238,7 +240,7 @@ def test_null_is_the_default() -> None:
 def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], key: str) -> None:
     """A value that would sample something else is never ignored."""
     with pytest.raises(WireError, match=key):
-        parse_generate(orjson.dumps({"input_ids": [1], "sampling_params": sampling}))
+        parse_generate({"input_ids": [1], "sampling_params": sampling})
 
 
 @pytest.mark.parametrize(
@@ -259,18 +261,19 @@ def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], key: str) -
 def test_bodies_that_cannot_be_served_are_refused(content: bytes, message: str) -> None:
     """With status 400 and the reason."""
     with pytest.raises(WireError, match=message) as caught:
-        parse_generate(content)
+        parse_generate(parse_body(content))
     assert caught.value.status == 400
 
 
 def test_a_reply_without_output_has_one_empty_span() -> None:
     """As SGLang reports it."""
     generation = Generation[None](
-        wire=parse_generate(b'{"input_ids":[7,8],"return_logprob":true,"logprob_start_len":0}'),
+        wire=parse_generate({"input_ids": [7, 8], "return_logprob": True, "logprob_start_len": 0}),
+        tokens=array("q", [7, 8]),
         prompt_logprobs=[(None, 7), (-0.5, 8)],
         finish_reason={"type": "length", "length": 0},
     )
-    body = generation.reply([], label="3", decode=lambda ids: "")
+    body = generation.reply(label="3", decode=lambda ids: "")
     assert body["meta_info"]["weight_versions"] == reported(("3", 0, 0))
     assert body["meta_info"]["input_token_logprobs"] == [[None, 7, None], [-0.5, 8, None]]
 

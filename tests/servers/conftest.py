@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import orjson
 import pytest
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def make_request() -> Callable[..., Request]:
         params = {key: value for key, value in options.items() if key not in outer}
         body = {key: value for key, value in options.items() if key in outer}
         body |= {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
-        wire = parse_generate(orjson.dumps(body))
+        wire = parse_generate(body)
         assert wire.max_new_tokens is not None
         return Request(
             wire=wire,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 import torch
@@ -26,18 +25,12 @@ _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _DEFAULTS = {"bias": "none"}
 _SIDES = ("lora_A", "lora_B")
 _MOST_RANK = 2**16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Adapter:
-    """A LoRA adapter: module ("model.layers.3.self_attn.q_proj") -> (A, B), with the scale in B."""
-
-    name: str
-    modules: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+Adapter: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""A LoRA adapter: module ("model.layers.3.self_attn.q_proj") -> (A, B), with the scale in B."""
 
 
 def read_adapter(
-    name: str, path: Path, *, shapes: Mapping[str, tuple[int, int]], device: torch.device, dtype: torch.dtype
+    path: Path, *, shapes: Mapping[str, tuple[int, int]], device: torch.device, dtype: torch.dtype
 ) -> Adapter:
     """Read the folder ``path``. ``shapes``: (out, in) of each module that an adapter may have.
 
@@ -64,7 +57,7 @@ def read_adapter(
                 f"but must have {(rank, inner)} and {(out, rank)}"
             )
         modules[module] = (a.to(device, dtype), (b * scale).to(device, dtype))
-    return Adapter(name=name, modules=modules)
+    return modules
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

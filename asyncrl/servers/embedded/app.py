@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, closing
 from typing import Any
 
@@ -66,10 +66,10 @@ class _Server:
         try:
             if route not in _OPEN_ROUTES:
                 self._require_key(request)
-            content = await self._read(request)
+            body = parse_body(await self._read(request))
             if route == "/generate":
-                return _response(await self._generate(request, content))
-            return _response(await self._routes.answer(route, parse_body(content)))
+                return _response(await self._generate(request, body))
+            return _response(await self._routes.answer(route, body))
         except WireError as error:
             return _response(error.body, error.status)
         except ClientDisconnect:
@@ -95,9 +95,9 @@ class _Server:
                 raise refusal
         return bytes(content)
 
-    async def _generate(self, request: Request, content: bytes) -> dict[str, Any]:
+    async def _generate(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
         """Sample; a client that goes away aborts its request."""
-        wire = parse_generate(content)
+        wire = parse_generate(body)
         reply: dict[str, Any] = {}
         refusal: WireError | None = None
 

@@ -29,8 +29,6 @@ _PREFILL_TOKENS = 2048
 # New tokens in one prefill, padding included: bounds how long decoding waits for it.
 _ALIKE_TOKENS = 8
 # Requests whose uncached tokens are the same that far are taken for siblings: waiting for less is not worth a pass.
-_TAIL_TOKENS = 8
-# A stop string can begin inside a token and end inside a later one; looking this much further back finds it.
 
 
 class Engine:
@@ -166,11 +164,7 @@ class Engine:
         return chosen
 
     def _find_prefix(self, request: Request) -> None:
-        # The last token is computed anew, because its hidden state is what the next token is drawn from.
-        usable = len(request.tokens) - 1
-        if request.wire.logprob_start_len >= 0:
-            usable = min(usable, request.wire.logprob_start_len)
-        request.node, slots = self.cache.match(request.namespace, request.tokens[:usable])
+        request.node, slots = self.cache.match(request.namespace, request.tokens[: request.cacheable])
         request.slots = array("q", slots)
         request.cached = len(slots)
         if not request.prefilled:
@@ -270,8 +264,7 @@ class Engine:
         self.sampled_tokens += len(requests)
         ended = []
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-            request.append(token, logprob, self.label)
-            request.finish_reason = self._finish_reason(request, token)
+            request.append(token, logprob, self.label, self._tokenizer.decode)
             if request.finish_reason is not None:
                 self._leave(request)
                 ended.append(request)
@@ -280,20 +273,6 @@ class Engine:
     def _uniform(self, request: Request) -> float:
         seed = request.wire.sampling_seed
         return self._random.random() if seed is None else uniform(seed, request.output_tokens)
-
-    def _finish_reason(self, request: Request, token: int) -> dict[str, Any] | None:
-        if token in request.stop_ids:
-            return {"type": "stop", "matched": token}
-        if request.wire.stop:
-            longest = max(map(len, request.wire.stop))
-            tail = request.tokens[request.prompt_tokens :][-longest - _TAIL_TOKENS :]
-            text = self._tokenizer.decode(tail)
-            for stop in request.wire.stop:
-                if stop in text:
-                    return {"type": "stop", "matched": stop}
-        if request.output_tokens >= request.max_new_tokens:
-            return {"type": "length", "length": request.max_new_tokens}
-        return None
 
     def _keep_prefix(self, request: Request) -> None:
         """Put what is computed into the trie, for siblings and for the next turn."""

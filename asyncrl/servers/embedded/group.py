@@ -38,7 +38,7 @@ class ReceivingGroup:
     def receive(self, broadcast: Broadcast) -> dict[str, torch.Tensor]:
         """The tensors that rank 0 broadcasts."""
         names, shapes = broadcast.names, broadcast.shapes
-        kinds = [_dtype(name) for name in broadcast.dtypes]
+        kinds = [getattr(torch, name) for name in broadcast.dtypes]
         counts = [math.prod(shape) for shape in shapes]
         if not broadcast.flattened:
             tensors = [torch.empty(list(shape), dtype=kind) for kind, shape in zip(kinds, shapes, strict=True)]
@@ -55,10 +55,3 @@ class ReceivingGroup:
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast(tensor, 0).wait(self._timeout)
-
-
-def _dtype(name: str) -> torch.dtype:
-    kind = getattr(torch, name, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{name!r} is no type of a tensor")
-    return kind

@@ -126,11 +126,11 @@ class DecoderModel:
             digests[name] = hashlib.sha256(content.tobytes()).hexdigest()[:16]
         return digests
 
-    def load_adapter(self, name: str, path: Path) -> Adapter:
+    def load_adapter(self, path: Path) -> Adapter:
         """Read a PEFT folder. Raises ``ValueError`` for what is not a plain LoRA adapter of this model."""
         modules = [f"model.layers.{i}.{module}" for i in range(self._layers) for module in _LINEAR]
         shapes = {module: (w.shape[0], w.shape[1]) for module in modules for w in (self._weights[module + ".weight"],)}
-        return read_adapter(name, path, shapes=shapes, device=self.device, dtype=self._dtype)
+        return read_adapter(path, shapes=shapes, device=self.device, dtype=self._dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -188,7 +188,7 @@ class DecoderModel:
     def _linear(self, x: torch.Tensor, module: str, batch: ForwardBatch) -> torch.Tensor:
         out = F.linear(x, self._weights[module + ".weight"], self._weights.get(module + ".bias"))
         for adapter, rows in batch.adapters:
-            pair = adapter.modules.get(module)
+            pair = adapter.get(module)
             if pair is None:
                 continue
             a, b = pair

@@ -59,7 +59,7 @@ class Service:
         self._worker = worker
         self._eos = eos
         self._arrived: deque[Request] = deque()
-        self._live: dict[str, tuple[Request, anyio.Event]] = {}
+        self._live: dict[str, Request] = {}
         self._computing = 0
         self._updating = False
         self._wanted = 0
@@ -113,12 +113,11 @@ class Service:
                 stop_ids=frozenset() if wire.ignore_eos else self._eos | frozenset(wire.stop_token_ids),
                 tokens=array("q", wire.input_ids),
             )
-            done = anyio.Event()
-            self._live[wire.rid] = (request, done)
+            self._live[wire.rid] = request
             self._arrived.append(request)
             self._changed.notify()
             try:
-                await done.wait()
+                await request.done.wait()
             except anyio.get_cancelled_exc_class():
                 with anyio.CancelScope(shield=True):
                     await self.abort(wire.rid)
@@ -128,7 +127,6 @@ class Service:
         if request.failure:
             raise WireError(500, {"error": {"message": f"the request could not be computed: {request.failure}"}})
         return request.reply(
-            request.tokens[request.prompt_tokens :],
             label=self.engine.label,
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=wire.skip_special_tokens)),
         )
@@ -206,10 +204,10 @@ class Service:
         """A digest of each weight."""
         return await self._control(self.engine.model.checksums)
 
-    async def _read_adapter(self, name: str, source: AdapterSource) -> Adapter:
+    async def _read_adapter(self, source: AdapterSource) -> Adapter:
         if not isinstance(source, str):
             raise ValueError(f"{_NO_PICKLES}; load it from disk")
-        return await self._worker.run(self.engine.model.load_adapter, name, Path(source))
+        return await self._worker.run(self.engine.model.load_adapter, Path(source))
 
     async def _waiting(self, operation: Callable[[], T], failed: str) -> T:
         """Run what waits for other ranks in a thread of its own."""
@@ -260,5 +258,5 @@ class Service:
 
     def _answer(self, ended: list[Request]) -> None:
         for request in ended:
-            self._live[request.wire.rid][1].set()
+            request.done.set()
         self._changed.notify()

@@ -41,7 +41,7 @@ def loaded(engine: Engine, path: Path, uid: int) -> LoadedAdapter[Adapter]:
     """An adapter in the engine's model."""
     from asyncrl.servers.adapters import LoadedAdapter
 
-    adapter = engine.model.load_adapter(f"adapter-{uid}", path)
+    adapter = engine.model.load_adapter(path)
     return LoadedAdapter(weights=adapter, path=str(path), uid=uid)
 
 
@@ -210,7 +210,7 @@ def test_a_file_cut_short_is_refused_by_name(make_engine: Callable[..., Engine],
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
         engine.load_weights(tmp_path, "1")
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read"):
-        engine.model.load_adapter("a", tmp_path)
+        engine.model.load_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_adapters_that_would_be_applied_wrongly_are_refused(
 ) -> None:
     """What SGLang refuses or ignores is an error here."""
     with pytest.raises(ValueError, match=found):
-        make_engine().model.load_adapter("a", tiny_adapter(**options))
+        make_engine().model.load_adapter(tiny_adapter(**options))
 
 
 def test_an_adapter_of_another_model_is_refused(
@@ -273,4 +273,4 @@ def test_an_adapter_of_another_model_is_refused(
 ) -> None:
     """By its shapes."""
     with pytest.raises(ValueError, match="does not fit"):
-        make_engine("qwen3").model.load_adapter("a", tiny_adapter("llama"))
+        make_engine("qwen3").model.load_adapter(tiny_adapter("llama"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 import pytest
 
 from asyncrl.servers.wireserver import GenerateRequest, parse_generate
@@ -15,7 +14,7 @@ LOGITS = (2.0, 1.0, 0.0, -1.0)
 
 def params(**options: Any) -> GenerateRequest:
     """A request with these sampling parameters."""
-    return parse_generate(orjson.dumps({"input_ids": [1], "sampling_params": options}))
+    return parse_generate({"input_ids": [1], "sampling_params": options})
 
 
 def drawn(number: float, **options: Any) -> tuple[int, float]:
