@@ -11,6 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from asyncrl.errors import ConfigError
 
 __all__ = ["cache_directory", "has_module", "program", "read_secret", "visible_gpus"]
@@ -18,7 +20,7 @@ __all__ = ["cache_directory", "has_module", "program", "read_secret", "visible_g
 
 def cache_directory() -> Path:
     """Where models made by ``model.source`` and the environment of the CPU server are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+    return user_cache_path("asyncrl")
 
 
 def visible_gpus() -> tuple[str, ...]:
