@@ -18,10 +18,12 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-__all__ = ["Graph", "imported", "read"]
+__all__ = ["LAZY", "Graph", "imported", "read"]
 
 _SHIM = "cpu_shim"
 # A package for SGLang's interpreter, on whose path it is put.
+LAZY = frozenset({("sampling.sglang", "servers")})
+"""Module and room: servers that a client starts are imported when they are wanted, which does not count."""
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -63,7 +65,7 @@ class Graph:
         return [sorted(room for room in floor if floor[room] == number) for number in range(max(floor.values()) + 1)]
 
 
-def read(root: Path, *, without: frozenset[tuple[str, str]] = frozenset()) -> Graph:
+def read(root: Path, *, without: frozenset[tuple[str, str]] = LAZY) -> Graph:
     """The graph of the package in ``root``; ``without``: arrows that do not count, from a module to a room."""
     files = [file for file in sorted(root.rglob("*.py")) if _SHIM not in file.parts]
     rooms = {file.relative_to(root).parts[0].removesuffix(".py") for file in files} - {"__init__"}
@@ -84,6 +86,7 @@ def main() -> None:
     """Print the graph of the package, or of another one."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "asyncrl").resolve()
     graph = read(root)
+    up = [f"{module} -> {room}" for module, room in sorted(LAZY)]
     if not graph.circle:
         for number, rooms in enumerate(graph.floors, start=1):
             print(f"{number:2}  {' '.join(rooms)}")
