@@ -91,9 +91,9 @@ def main() -> None:
         for number, rooms in enumerate(graph.floors, start=1):
             print(f"{number:2}  {' '.join(rooms)}")
     floors = "-" if graph.circle else len(graph.floors)
-    print(
-        f"rooms {len(graph.rooms)}, floors {floors}, circle {' > '.join(graph.circle) or 'none'}, lines {graph.lines}"
-    )
+    circle = " > ".join(graph.circle) or "none"
+    print(f"rooms {len(graph.rooms)}, floors {floors}, circle {circle}, lines {graph.lines}")
+    print(f"not counted: {', '.join(up)}")
 
 
 if __name__ == "__main__":
