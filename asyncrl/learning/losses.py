@@ -58,7 +58,7 @@ _LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """(N,) tensors over the trained tokens of a pass."""
+    """(N,) tensors over the trained tokens of a pass, which are whole sequences, one after the other."""
 
     logprobs: torch.Tensor
     """With gradient."""
@@ -66,6 +66,8 @@ class LossInputs:
     advantages: torch.Tensor
     proximal_logprobs: torch.Tensor | None = None
     """Log-probabilities at the step's start, without gradient, for losses with ``needs_proximal``."""
+    tokens_B: Sequence[int] = ()
+    """Trained tokens of each sequence, N together, for losses that look at sequences: ``logprobs.split(tokens_B)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

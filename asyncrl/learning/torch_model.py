@@ -82,8 +82,7 @@ class TorchModel:
         with torch.no_grad():
             for batch in self._batches(sequences):
                 logprobs, _ = self._trained_logprobs(batch)
-                counts = [int(sequence.mask.sum()) for sequence in batch]
-                for sequence, part in zip(batch, logprobs.split(counts), strict=True):
+                for sequence, part in zip(batch, logprobs.split(_trained_tokens(batch)), strict=True):
                     # The sequence is kept with it: an id is only unique while its object lives.
                     self._proximal[id(sequence)] = (sequence, part)
 
@@ -100,6 +99,7 @@ class TorchModel:
                     sampled_logprobs=self._tensor(np.concatenate([one.logprobs[one.mask] for one in batch])),
                     advantages=self._repeated([sequence.advantage for sequence in batch], batch),
                     proximal_logprobs=torch.cat(proximal) if proximal else None,
+                    tokens_B=_trained_tokens(batch),
                 )
             )
             weighted = (output.loss * self._repeated([sequence.weight for sequence in batch], batch)).sum()
@@ -250,11 +250,14 @@ class TorchModel:
 
     def _repeated(self, values: Sequence[float], batch: Sequence[TrainingSequence]) -> torch.Tensor:
         """(N,) each sequence's value for each of its trained tokens."""
-        counts = [int(sequence.mask.sum()) for sequence in batch]
-        return self._tensor(np.repeat(np.asarray(values, dtype=np.float32), counts))
+        return self._tensor(np.repeat(np.asarray(values, dtype=np.float32), _trained_tokens(batch)))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _trained_tokens(batch: Sequence[TrainingSequence]) -> list[int]:
+    return [int(sequence.mask.sum()) for sequence in batch]
 
 
 def micro_batches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:

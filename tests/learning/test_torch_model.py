@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import TrainingSequence
-from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, PolicyGradient
+from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, LossOutput, PolicyGradient
 from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.types import FloatArray
@@ -78,6 +79,39 @@ def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path
     assert largest_difference(gradients_of(trained._causal), gradients_of(reference)) < GRADIENTS_CLOSE
     assert result.tokens == sum(int(sequence.mask.sum()) for sequence in sequences)
     assert {name: result.sums[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
+
+
+class _WholeSequences:
+    """-A exp(mean of logp - mu): one ratio for each sequence, as in arXiv 2507.18071 without the clip."""
+
+    needs_proximal = False
+    diagnostics = ()
+
+    def __init__(self) -> None:
+        self.passes: list[Sequence[int]] = []
+
+    def per_token(self, inputs: LossInputs) -> LossOutput:
+        self.passes.append(inputs.tokens_B)
+        parts = (inputs.logprobs - inputs.sampled_logprobs).split(list(inputs.tokens_B))
+        ratios = torch.cat([part.mean().exp().expand(len(part)) for part in parts])
+        return LossOutput(loss=-ratios * inputs.advantages, diagnostics={})
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 26, 1])
+def test_a_loss_can_look_at_whole_sequences(model_path: Path, micro_batch_tokens: int) -> None:
+    """It is told which tokens belong together, and they do however the sequences are divided into passes."""
+    sequences, loss = random_sequences(5), _WholeSequences()
+    trained = [int(sequence.mask.sum()) for sequence in sequences]
+    model = load(model_path, micro_batch_tokens=micro_batch_tokens)
+    model.forward_backward(sequences, loss)
+    assert sorted(tokens for tokens_B in loss.passes for tokens in tokens_B) == sorted(trained)
+    assert len(loss.passes) == {4096: 1, 26: 3, 1: 6}[micro_batch_tokens]
+    reference = reference_model(model_path)
+    for sequence in sequences:
+        mask = torch.from_numpy(sequence.mask[1:])
+        log_ratios = full_logprobs(reference, sequence)[mask] - torch.from_numpy(sequence.logprobs[1:])[mask]
+        (-log_ratios.mean().exp() * sequence.advantage * len(log_ratios)).backward()
+    assert largest_difference(gradients_of(model._causal), gradients_of(reference)) < GRADIENTS_CLOSE
 
 
 def test_nothing_to_train(trained: TorchModel) -> None:
