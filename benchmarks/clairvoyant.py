@@ -1,8 +1,8 @@
 """The earliest that a trace can be trained by anyone who knows all durations in advance: a bound on every schedule.
 
-A *schedule* decides which finished groups each batch takes, and when. It obeys the rules of DESIGN.md: slots come back
-when a version is published (4.3), trajectories begin in the order of admission (4.4), at the first opportunity and
-under the newest published version (4.5), and no group is trained after its due step (4.6). Nothing of asyncrl is used.
+A *schedule* decides which finished groups each batch takes, and when. It obeys the rules of asyncrl: slots come back
+when a version is published, trajectories begin in the order of admission, at the first opportunity and under the newest
+published version, and no group is trained after its due step. Nothing of asyncrl is used.
 
 Symbols: batch n = 1 .. N takes P groups, is trained while version n - 1 is committed, and makes version n. Its training
 lasts ``step_s`` and ends at T_n. R_n is the time at which all groups of batches 1 .. n have finished. Version n is

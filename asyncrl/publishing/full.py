@@ -40,7 +40,7 @@ class Prefixes:
 
     @classmethod
     def at_update(cls, version: int, kv_cache: KVCache | None) -> Prefixes:
-        """The rule (DESIGN.md 4.9) at the update to ``version``.
+        """The rule at the update to ``version``: no prefix may become older than ``kv_cache.max_staleness``.
 
         New requests need no protection, because each version has a cache namespace of its own. It is the requests under
         way that carry a prefix over the update. Worked example, ``max_staleness=1``, update to 7: a request on the

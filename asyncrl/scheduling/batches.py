@@ -1,4 +1,4 @@
-"""Batches: finished groups, and which of them the trainer may take now (DESIGN.md 4.6, 4.10-4.12).
+"""Batches: finished groups, and which of them the trainer may take now.
 
 Ready groups are kept by due step, of which there are at most S + 1, so that a decision costs O(S) however many groups
 there are. A group that ended before any of its segments was dispatched has no due step. Nothing is gained by letting

@@ -68,7 +68,7 @@ STALE_RULES: Mapping[StalePolicy, StaleRule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How much is in flight, and how far sampling may work ahead (DESIGN.md 4.3, 4.4)."""
+    """How much is in flight, and how far sampling may work ahead."""
 
     concurrency: int = 256
     """Active trajectories, the time in tools included."""
@@ -104,7 +104,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCompletion:
-    """When a group is complete: ``wait`` for all of its members, or ``deadline`` (DESIGN.md 4.12).
+    """When a group is complete: ``wait`` for all of its members, or ``deadline``.
 
     A deadline counts tokens, never seconds. Once ``min_members`` have their reward, each of the others may sample
     ``max_straggler_tokens`` more. The first that wants more than that ends the waiting for all of them::

@@ -1,7 +1,6 @@
 """The versions of a run: what is committed and published, and with which of them a trajectory samples next.
 
-``PolicyClock`` owns the first; ``place`` is the rule for the second, and says whose KV may be reused (DESIGN.md 4.8,
-4.9).
+``PolicyClock`` owns the first; ``place`` is the rule for the second, and says whose KV may be reused.
 
 A pure rule. Each version has its own prefix-cache namespace, so KV of other weights is never reused by accident; a
 trajectory that may reuse an older prefix asks in the namespace of its *anchor*, the version that computed that prefix.

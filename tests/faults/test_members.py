@@ -1,4 +1,4 @@
-"""DESIGN.md 6, the rows about tools, environments and rewards: members and groups fail as values."""
+"""What becomes of failures of tools, environments and rewards: members and groups fail as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN.md 6, the rows about sampling servers and publication, in whole runs on scripted SGLang servers."""
+"""What becomes of failures of sampling servers and publication, in whole runs on scripted SGLang servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN.md 6, the rows about the trainer; and the promises that failures must not break."""
+"""What becomes of failures of the trainer; and the promises that failures must not break."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Books:
 
     @property
     def held(self) -> int:
-        """Slots in use by DESIGN.md 4.3: outstanding groups, and batches whose version is not published."""
+        """Slots in use: outstanding groups, and batches whose version is not published."""
         return self.outstanding + self._batch + sum(self._unpublished.values())
 
     def observe(self, event: Event) -> None:

@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """min((1 + S) P, ceil((1 + min(ahead, S)) P f)), as DESIGN.md 4.3 has it."""
+        """min((1 + S) P, ceil((1 + min(ahead, S)) P f)) groups may be admitted at a time."""
         ahead = min(self.admit_ahead, self.max_staleness)
         wanted = math.ceil((1 + ahead) * self.groups_per_step * self.oversample_factor)
         return min((1 + self.max_staleness) * self.groups_per_step, wanted)

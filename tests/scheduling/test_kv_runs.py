@@ -1,4 +1,4 @@
-"""Whole runs whose trajectories follow newer weights as far as the age of their prefix lets them (DESIGN.md 4.9)."""
+"""Whole runs whose trajectories follow newer weights as far as the age of their prefix lets them."""
 
 from __future__ import annotations
 
