@@ -582,6 +582,12 @@ def test_an_observer_that_raises_ends_the_run(kind: type[Event]) -> None:
     assert case.of(MemberFailed) == []
 
 
+def test_a_wrong_keyword_is_refused_under_the_name_that_users_call() -> None:
+    """The options are the fields of another class, which nobody has heard of."""
+    with pytest.raises(TypeError, match=r"^AsyncTrainer\.__init__\(\) .*'learning_rate'"):
+        rl.AsyncTrainer(learning_rate=1e-5)  # type: ignore[call-arg]
+
+
 def test_a_policy_serves_one_run_at_a_time() -> None:
     """A second run that starts while the first is under way is refused."""
     case = _Case(sampler=ScriptedSampler(seconds=lambda request: 1.0))
