@@ -18,7 +18,7 @@ from asyncrl.learning.base import Learner
 from asyncrl.publishing.carriers import Carrier
 from asyncrl.publishing.delivery import Delivery, JointUpdate
 from asyncrl.publishing.probe import Probe
-from asyncrl.publishing.staging import Folders, ServerPublisher, StagedVersion
+from asyncrl.publishing.staging import ServerPublisher, StagedVersion
 from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.control import ServerControl
@@ -95,8 +95,7 @@ class FullPublisher(ServerPublisher):
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """None, for a server holds one version; what an earlier process has left on disk is removed."""
-        if isinstance(self._carrier.store, Folders):
-            await self._carrier.store.adopt(())
+        await self._carrier.store.adopt(())
         return frozenset()
 
     async def publish(self, version: int) -> float:
@@ -104,9 +103,7 @@ class FullPublisher(ServerPublisher):
         difference = await self._delivery.to_all(self._staged[version])
         self.newest = version
         published = sorted(staged for staged in self._staged if staged <= version)
-        # A server that comes back gets the newest; of folders it may still be reading the one before it.
-        kept = 2 if isinstance(self._carrier.store, Folders) else 1
-        for old in published[:-kept]:
+        for old in published[: -self._carrier.store.kept]:
             await self._staging.remove(self._staged.pop(old))
         return difference
 

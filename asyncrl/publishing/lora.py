@@ -9,7 +9,7 @@ after it was unloaded, and one that comes back is given every version in use.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from asyncrl.sampling.backend import ServerFleet
 from asyncrl.sampling.base import ModelRef
 from asyncrl.sampling.control import ServerControl
 from asyncrl.sampling.labels import Writer
-from asyncrl.types import FloatArray
 
 __all__ = ["AdapterCarrier", "DiskAdapters", "LoraPublisher", "TensorAdapters"]
 
@@ -119,11 +118,9 @@ class LoraPublisher(ServerPublisher):
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
         """Those of ``versions`` that an earlier process has left on disk; what else it has left there is removed."""
         store = self._carrier.store
-        adopted: Mapping[int, FloatArray | None] = {}
-        if isinstance(store, Folders):
-            adopted = await store.adopt(versions)
-            for error in store.damaged:
-                self._fleet.notice("adapter_damaged", reason=str(error))
+        adopted = await store.adopt(versions)
+        for error in store.damaged:
+            self._fleet.notice("adapter_damaged", reason=str(error))
         for version, reference in adopted.items():
             self._staged[version] = StagedVersion(version=version, reference=reference)
             if reference is None:

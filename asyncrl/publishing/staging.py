@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -46,6 +46,21 @@ class StagedVersion:
 class Store(Protocol):
     """Keeps staged versions. Real: ``Folders``, ``Copies``."""
 
+    kept: int
+    """How many published versions a server may read while it gets the newest of them, that one included."""
+
+    @property
+    def damaged(self) -> Sequence[CheckpointError]:
+        """What is wrong with versions that were to be adopted and are not."""
+        ...
+
+    async def adopt(self, versions: Iterable[int]) -> Mapping[int, FloatArray | None]:
+        """Those of ``versions`` that an earlier process has left here, and what the learner said about the probe then.
+
+        Its others are removed.
+        """
+        ...
+
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:
         """Keep the learner's current parameters as ``version``; the learner may change them once this returns.
 
@@ -66,9 +81,11 @@ class Folders:
     a second for each gigabyte.
     """
 
+    kept = 2
+    # A server that comes back gets the newest, and may still be reading the one before it.
+
     def __init__(self, learner: Learner, directory: Path, *, own: bool = False, sealed: bool = False) -> None:
         self.damaged: list[CheckpointError] = []
-        """What is wrong with those that were to be adopted and are not."""
         self._sealed = sealed
         self._learner = learner
         self._directory = directory
@@ -95,10 +112,7 @@ class Folders:
         await self._off_loop(self._settle, partial, final, reference)
 
     async def adopt(self, versions: Iterable[int]) -> Mapping[int, FloatArray | None]:
-        """Those of ``versions`` that an earlier process has left here, and what the learner said about the probe then.
-
-        Its others are removed.
-        """
+        """Those of ``versions`` that are here whole; all other folders of versions are removed."""
         self._to_sweep = False
         return await self._off_loop(self._adopt, frozenset(versions))
 
@@ -147,6 +161,9 @@ class Copies:
     So a GPU holds one copy beside the model, however many versions wait for a server.
     """
 
+    kept = 1
+    damaged = ()
+
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._weights: dict[int, dict[str, Any]] = {}
@@ -157,6 +174,10 @@ class Copies:
     def weights(self, version: int) -> Mapping[str, Any]:
         """Tensors under the names that servers load; see ``Learner.weights``. They may move while they are used."""
         return self._weights[version]
+
+    async def adopt(self, versions: Iterable[int]) -> Mapping[int, FloatArray | None]:
+        """None: copies end with their process."""
+        return {}
 
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:
         """Copy the parameters, and move the copies of older versions off the GPU."""
