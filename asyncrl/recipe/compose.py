@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError
+from asyncrl.files import settle
 from asyncrl.learning.base import Learner
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
@@ -219,6 +220,6 @@ def _write_model(build: object, folder: Path, reference: str) -> None:
         expects = "a function that takes a folder and writes a model into it"
         call("model.source", reference, build, temporary, expects=expects)
         if not folder.is_dir():
-            temporary.rename(folder)
+            settle(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,6 @@ not needed: there SGLang is installed as its authors say, or with ``pip install 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from asyncrl.errors import ConfigError, ServerUnavailable
 from asyncrl.servers.machine import cache_directory, program
@@ -146,10 +147,13 @@ def _identity() -> dict[str, str]:
 @contextmanager
 def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """One process at a time; the lock goes with its owner, however that ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that makes {path.with_suffix('')}")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        say(f"waiting for another process that makes {path.with_suffix('')}")
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
