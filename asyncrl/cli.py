@@ -54,9 +54,8 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     with lasting_streams():
-        arguments = _parser().parse_args(argv)
         # Once the run has begun an error is the run's, also if its class is that of a wrong option.
-        arguments.published = []
+        arguments = _parser().parse_args(argv, argparse.Namespace(published=[]))
         try:
             arguments.command(arguments)
         except KeyboardInterrupt:

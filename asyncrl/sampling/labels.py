@@ -74,8 +74,8 @@ class Labels:
     def claim(self, writer: Writer | None) -> None:
         """The servers are ``writer``'s from now on. It has given them nothing yet."""
         self.writer, self.newest, self.overwritten = writer, -1, None
-        for books in (self._below, self._holds, self._takeovers, self._counted):
-            books.clear()
+        for by_server in (self._below, self._holds, self._takeovers, self._counted):
+            by_server.clear()
 
     def found(self, label: str) -> None:
         """A server came with ``label``: it may have it again after it was started anew."""
