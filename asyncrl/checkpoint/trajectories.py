@@ -30,12 +30,12 @@ from asyncrl.files import damaged, discard, numbered, reading, sync
 from asyncrl.plain import copied, error_text, jsonable, numbers, shown, text
 from asyncrl.types import DropReason, Message, Row, Span, SpanKind, StopReason, ToolCall, Trajectory, TruncationCause
 
-__all__ = ["Place", "TokenStore", "TrajectoryReader", "dumps", "frozen", "loads", "read_trajectory", "trajectory_head"]
+__all__ = ["Stored", "TokenStore", "TrajectoryReader", "dumps", "frozen", "loads", "read_trajectory", "trajectory_head"]
 
 T = TypeVar("T")
-Place: TypeAlias = Sequence[int]
+Stored: TypeAlias = Sequence[int]
 """Shard, offset, number of tokens (of a span) or bytes (of a message), and CRC-32."""
-_Places: TypeAlias = dict[tuple[str, str], list[tuple[object, Place]]]
+_Places: TypeAlias = dict[tuple[str, str], list[tuple[object, Stored]]]
 # Trajectory and "spans" or "messages" -> those on disk. They are kept, as an id is only unique while its object lives.
 _PREFIX, _SUFFIX = "tokens-", ".bin"
 _SHARD_BYTES = 64 * 2**20
@@ -162,7 +162,7 @@ class TokenStore:
             "messages": messages,
         }
 
-    def _places(self, key: tuple[str, str], values: Sequence[T], write: Callable[[T], Place]) -> list[Place]:
+    def _places(self, key: tuple[str, str], values: Sequence[T], write: Callable[[T], Stored]) -> list[Stored]:
         before = self._written.get(key, [])
         now = self._seen[key] = []
         for index, value in enumerate(values):
@@ -201,7 +201,7 @@ class TokenStore:
             if shard not in needed:
                 discard(_path(self._folder, shard))
 
-    def adopt(self, traj: Trajectory, spans: Sequence[Place], messages: Sequence[Place]) -> None:
+    def adopt(self, traj: Trajectory, spans: Sequence[Stored], messages: Sequence[Stored]) -> None:
         """``traj`` was read from these places, where it may stay."""
         self._written[traj.id, "spans"] = list(zip(traj.spans, spans, strict=True))
         self._written[traj.id, "messages"] = list(zip(traj.messages, messages, strict=True))
@@ -220,13 +220,13 @@ class TokenStore:
     def _size(self, shard: int) -> int:
         return _path(self._folder, shard).stat().st_size
 
-    def _write_span(self, span: Span) -> Place:
+    def _write_span(self, span: Span) -> Stored:
         arrays = [span.tokens.astype("<i4", copy=False)]
         if span.logprobs is not None:
             arrays.append(span.logprobs.astype("<f4", copy=False))
         return self._append(len(span.tokens), *(np.ascontiguousarray(array).data for array in arrays))
 
-    def _write_message(self, message: Message) -> Place:
+    def _write_message(self, message: Message) -> Stored:
         data = dumps(message)
         return self._append(len(data), data)
 
@@ -239,7 +239,7 @@ class TokenStore:
             sync(self._folder)
         return self._file
 
-    def _append(self, count: int, *pieces: bytes | memoryview) -> Place:
+    def _append(self, count: int, *pieces: bytes | memoryview) -> Stored:
         file = self._opened()
         offset, checksum = self._offset, 0
         for piece in pieces:
@@ -274,7 +274,7 @@ class TrajectoryReader:
         self.shards.update(shard for shard, *_ in messages)
         return traj
 
-    def _span(self, kind: str, version: int | None, place: Place) -> Span:
+    def _span(self, kind: str, version: int | None, place: Stored) -> Span:
         """Its arrays are its own."""
         shard, offset, tokens, checksum = place
         size = tokens * _TOKEN_BYTES

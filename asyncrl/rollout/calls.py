@@ -31,7 +31,7 @@ T = TypeVar("T")
 _USER_THREADS = 32
 # Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
 _user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
-_abandoned: RunVar[list[_Call]] = RunVar("asyncrl.abandoned_calls")
+_abandoned: RunVar[list[_ThreadCall]] = RunVar("asyncrl.abandoned_calls")
 
 
 def time_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
@@ -149,7 +149,7 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
             f"{name} has no thread: all {_USER_THREADS} are held by calls that passed their deadlines and never "
             f"returned: {names}. Threads cannot be ended: write such functions with rl.in_process"
         )
-    call = _Call(function, name)
+    call = _ThreadCall(function, name)
     try:
         result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
     except asyncio.CancelledError:
@@ -160,7 +160,7 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-class _Call:
+class _ThreadCall:
     """A function in a thread, of which the event loop can see whether it has begun and ended."""
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
@@ -224,9 +224,9 @@ def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
         return value
 
 
-def _abandoned_calls() -> list[_Call]:
+def _abandoned_calls() -> list[_ThreadCall]:
     """Calls of this event loop that nobody waits for any more, and that have not ended."""
-    calls = of_loop(_abandoned, list[_Call])
+    calls = of_loop(_abandoned, list[_ThreadCall])
     calls[:] = [call for call in calls if not call.ended]
     return calls
 

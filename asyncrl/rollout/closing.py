@@ -77,7 +77,7 @@ class Closing:
 
     async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Drive ``coroutine`` in a task of its own: if it is left in the middle, so are its scopes."""
-        call = _Call(coroutine)
+        call = _BoundedClose(coroutine)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call.run)
         if call.error is not None:
@@ -104,7 +104,7 @@ def _work(function: Callable[[], Any], outcome: Future[Any]) -> None:
         outcome.set_exception(error)
 
 
-class _Call:
+class _BoundedClose:
     """Runs a coroutine that is cancelled after ``CLOSE_S``, and dropped ``_GRACE_S`` later."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -81,7 +81,7 @@ class Running:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Server:
+class _PooledServer:
     state: ServerState
     limit: int = UNLIMITED
     version: int | None = None
@@ -94,7 +94,7 @@ class Pool:
     """The servers by URL, and our requests on them."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._servers = {url: _Server(state=ServerState.LIVE) for url in urls}
+        self._servers = {url: _PooledServer(state=ServerState.LIVE) for url in urls}
         self.changed = Notifier()
         """Servers came, went, or changed their state, version or limit."""
         self.traffic = Notifier()
@@ -166,7 +166,7 @@ class Pool:
         if url in self._servers:
             self._servers[url].state = ServerState.SUSPECT
         else:
-            self._servers[url] = _Server(state=state)
+            self._servers[url] = _PooledServer(state=state)
         self._notify()
 
     def remove(self, url: str, *, now: bool) -> None:
@@ -253,12 +253,12 @@ class Pool:
             for follower in tuple(self._followers):
                 follower(self._told_capacity)
 
-    def _forget_if_done(self, url: str, server: _Server) -> None:
+    def _forget_if_done(self, url: str, server: _PooledServer) -> None:
         # The same URL may have been added again meanwhile.
         if server.state is ServerState.LEAVING and not server.running and self._servers.get(url) is server:
             del self._servers[url]
 
 
-def _take_away(server: _Server) -> None:
+def _take_away(server: _PooledServer) -> None:
     for running in server.running:
         running.held.interrupt()

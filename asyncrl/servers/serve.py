@@ -59,7 +59,7 @@ async def _serve(options: ServerOptions, listener: socket.socket) -> None:
         # Entered here, because uvicorn would go on serving without it if it failed.
         lifespan="off",
     )
-    server = _Server(config, listener)
+    server = _UvicornServer(config, listener)
     async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
         tasks.start_soon(_until_signal, server)
         if options.exit_with_stdin:
@@ -68,7 +68,7 @@ async def _serve(options: ServerOptions, listener: socket.socket) -> None:
         tasks.cancel_scope.cancel()
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Says when it is ready, which uvicorn only logs, and leaves signals to us: it would end the process by them."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
@@ -88,7 +88,7 @@ class _Server(uvicorn.Server):
         sys.stdout.flush()
 
 
-async def _until_signal(server: _Server) -> None:
+async def _until_signal(server: _UvicornServer) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for _ in signals:
             # The second one does not wait for requests that run.
@@ -96,7 +96,7 @@ async def _until_signal(server: _Server) -> None:
             server.should_exit = True
 
 
-async def _until_end_of_stdin(server: _Server) -> None:
+async def _until_end_of_stdin(server: _UvicornServer) -> None:
     # Not in a thread: one that waits for input cannot be ended, and would keep the process alive after a signal.
     descriptor = sys.stdin.fileno()
     while True:

@@ -209,8 +209,8 @@ class SimulatedLearner(ScriptedLearner):
         self, workload: Workload, station: ProcessorSharing, source: random.Random, *, lora_rank: int | None, lead: int
     ) -> None:
         super().__init__(lora_rank=lora_rank)
-        self._training = _Work(workload.training, station, source, lead)
-        self._optimizer = _Work(workload.optimizer, station, source, lead)
+        self._training = _TrainerWork(workload.training, station, source, lead)
+        self._optimizer = _TrainerWork(workload.optimizer, station, source, lead)
 
     async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
         """By the number of sequences and trained tokens."""
@@ -231,7 +231,7 @@ class SimulatedPublisher(ScriptedPublisher):
         self, workload: Workload, station: ProcessorSharing, source: random.Random, *, pins_versions: bool, lead: int
     ) -> None:
         super().__init__(pins_versions=pins_versions)
-        self._staging = _Work(workload.staging, station, source, lead)
+        self._staging = _TrainerWork(workload.staging, station, source, lead)
         self._publication = workload.publication
         self._ratios = ShuffledRatios(workload.publication.ratios, source, lead=lead)
         self._station = station
@@ -251,7 +251,7 @@ class SimulatedPublisher(ScriptedPublisher):
         return await super().publish(version)
 
 
-class _Work:
+class _TrainerWork:
     """One kind of the trainer's work."""
 
     def __init__(self, cost: Cost, station: ProcessorSharing, source: random.Random, lead: int) -> None:

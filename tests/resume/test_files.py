@@ -366,7 +366,7 @@ def test_a_save_that_fails_does_not_spoil_the_next(tmp_path: Path, monkeypatch: 
         traj.append(_span(500))
         original = store.TokenStore._append
 
-        def half(self: store.TokenStore, count: int, *pieces: bytes | memoryview) -> store.Place:
+        def half(self: store.TokenStore, count: int, *pieces: bytes | memoryview) -> store.Stored:
             original(self, count, memoryview(pieces[0]).cast("B")[:10])
             raise OSError(28, "No space left on device")
 

@@ -27,7 +27,7 @@ _OPEN_ROUTES = ("/health", "/ready")
 
 def create_app(options: ServerOptions) -> Starlette:
     """The application. Its lifespan loads the model; in-process users enter ``app.router.lifespan_context(app)``."""
-    server = _Server(options)
+    server = _EmbeddedApp(options)
     return Starlette(
         lifespan=server.lifespan,
         exception_handlers={HTTPException: _unknown},
@@ -35,7 +35,7 @@ def create_app(options: ServerOptions) -> Starlette:
     )
 
 
-class _Server:
+class _EmbeddedApp:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self._service: Any = None
