@@ -1,8 +1,8 @@
-"""How long is it from a version's commit to the first token that it samples, for each way of publication?
+"""How long is it from a version's commit to the first token that it samples, for each method of publication?
 
 On a real SGLang server on this machine's CPU if one is installed, in two sizes of a random Qwen3; otherwise on the
 embedded server, which takes folders only. The learner and the server share the processor, so that the figures say how
-the ways compare and not how quick a GPU is.
+the methods compare and not how quick a GPU is.
 
 Run: python -m benchmarks.publication [--repeats 5] [--sizes tiny,large]
 """
@@ -44,8 +44,9 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
 _FULL, _LORA = ("disk", "tensors", "distributed"), ("disk", "tensors")
 _PHASE_S = 60.0
 _TIMES_SLOWER = {"disk": 1.0, "tensors": 20.0, "distributed": 4.0}
-# Over the way from disk, whose page cache is quick. On a CPU tensors travel by value, as base64 in JSON, which is what
-# SGLang's route takes: a server reads 240 MB of that for seconds. On a GPU they are handles; this says nothing of them.
+# Over publication from disk, whose page cache is quick. On a CPU tensors travel by value, as base64 in JSON, which is
+# what SGLang's route takes: a server reads 240 MB of that for seconds. On a GPU they are handles, which this says
+# nothing of.
 _TOLERANCE = 1e-3
 
 
@@ -95,17 +96,17 @@ async def _sampler(model: Path) -> AsyncGenerator[SGLang, None]:
         yield await stack.enter_async_context(SGLang([url]).opened())
 
 
-def _publisher(kind: str, way: str, learner: rl.TorchLearner, sampler: SGLang, directory: Path) -> Publisher:
+def _publisher(kind: str, method: str, learner: rl.TorchLearner, sampler: SGLang, directory: Path) -> Publisher:
     probe = Probe.for_model(learner.model_path, tolerance=_TOLERANCE)
     if kind == "LoRA":
-        adapters = DiskAdapters(learner, directory) if way == "disk" else TensorAdapters(learner)
-        return LoraPublisher(learner, sampler, adapters, f"bench-{way}", probe=probe)
+        adapters = DiskAdapters(learner, directory) if method == "disk" else TensorAdapters(learner)
+        return LoraPublisher(learner, sampler, adapters, f"bench-{method}", probe=probe)
     carriers: Mapping[str, Callable[[], Any]] = {
         "disk": lambda: DiskCarrier(learner, directory),
         "tensors": lambda: TensorCarrier(learner),
         "distributed": lambda: DistributedCarrier(learner, phase_s=_PHASE_S),
     }
-    return FullPublisher(learner, sampler, carriers[way](), probe=probe)
+    return FullPublisher(learner, sampler, carriers[method](), probe=probe)
 
 
 async def _first_token_s(publisher: Publisher, sampler: SGLang, version: int) -> float:
@@ -127,34 +128,36 @@ async def _first_token_s(publisher: Publisher, sampler: SGLang, version: int) ->
     return anyio.current_time() - committed
 
 
-async def _measure(kind: str, ways: tuple[str, ...], sampler: SGLang, model: Path, repeats: int) -> dict[str, float]:
-    """Median seconds of each way, the ways by turns, after a round that warms up."""
+async def _measure(kind: str, methods: tuple[str, ...], sampler: SGLang, model: Path, repeats: int) -> dict[str, float]:
+    """Median seconds of each method, the methods by turns, after a round that warms up."""
     lora = rl.LoraConfig(r=16) if kind == "LoRA" else None
     learner = rl.TorchLearner(model, lora=lora, threads=1)
     await learner.open()
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as directory:
-        publishers = {way: _publisher(kind, way, learner, sampler, Path(directory) / way) for way in ways}
-        times: dict[str, list[float]] = {way: [] for way in ways}
+        publishers = {
+            method: _publisher(kind, method, learner, sampler, Path(directory) / method) for method in methods
+        }
+        times: dict[str, list[float]] = {method: [] for method in methods}
         for repeat in range(repeats + 1):
-            for way, publisher in publishers.items():
+            for method, publisher in publishers.items():
                 seconds = await _first_token_s(publisher, sampler, repeat)
                 if repeat:
-                    times[way].append(seconds)
+                    times[method].append(seconds)
     await learner.close()
-    return {way: statistics.median(values) for way, values in times.items()}
+    return {method: statistics.median(values) for method, values in times.items()}
 
 
 def _answers(what: str, server: str, medians: Mapping[str, float]) -> Iterator[Answer]:
-    for way, seconds in medians.items():
+    for method, seconds in medians.items():
         yield Answer(
-            question=f"commit to first token, {what}, {way}, {server}",
+            question=f"commit to first token, {what}, {method}, {server}",
             figure=seconds * 1e3,
             unit="ms",
-            anchor="the way from disk, same size, same run",
+            anchor="publication from disk, same size, same run",
             anchor_figure=medians["disk"] * 1e3,
             ratio=seconds / medians["disk"],
-            goal=f"ratio at most {_TIMES_SLOWER[way]:g}",
-            meets_goal=seconds <= _TIMES_SLOWER[way] * medians["disk"],
+            goal=f"ratio at most {_TIMES_SLOWER[method]:g}",
+            meets_goal=seconds <= _TIMES_SLOWER[method] * medians["disk"],
         )
 
 
@@ -167,8 +170,8 @@ async def _run(sizes: list[str], repeats: int) -> None:
             async with _sampler(model) as sampler:
                 server = "SGLang on this CPU" if real else "embedded server"
                 # Adapters first: they are of the base weights, which the others replace.
-                for kind, ways in (("LoRA", _LORA), ("all weights", _FULL)):
-                    medians = await _measure(kind, ways if real else ("disk",), sampler, model, repeats)
+                for kind, methods in (("LoRA", _LORA), ("all weights", _FULL)):
+                    medians = await _measure(kind, methods if real else ("disk",), sampler, model, repeats)
                     what = f"{kind} of {parameters / 1e6:.2g} M parameters"
                     for answer in _answers(what, server, medians):
                         print(answer.line(), flush=True)

@@ -58,24 +58,24 @@ def answers() -> Iterator[Answer]:
 
 def _us_per_event(groups_per_step: int, max_staleness: int, refuses: bool) -> float:
     """Median of several measurements of whole steps, after a warm-up."""
-    books = _Books(groups_per_step, max_staleness, refuses)
+    trainer = _Trainer(groups_per_step, max_staleness, refuses)
     events = 4 * groups_per_step + 2
     steps = -(-_EVENTS // events)
     figures = []
     for _ in range(1 + _REPEATS):
-        ending = [books.ending(books.version + step) for step in range(steps)]
+        ending = [trainer.ending(trainer.version + step) for step in range(steps)]
         gc.collect()
         gc.disable()
         started = time.process_time()
         for groups in ending:
-            books.step(groups)
+            trainer.step(groups)
         figures.append((time.process_time() - started) / (steps * events) * 1e6)
         gc.enable()
     return statistics.median(figures[1:])
 
 
-class _Books:
-    """A trainer that only keeps its books. While version v is committed, cohort v is due: groups vP .. vP + P - 1."""
+class _Trainer:
+    """A trainer that only counts. While version v is committed, cohort v is due: groups vP .. vP + P - 1."""
 
     def __init__(self, groups_per_step: int, max_staleness: int, refuses: bool) -> None:
         self._size = groups_per_step

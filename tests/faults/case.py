@@ -1,4 +1,4 @@
-"""Whole runs in which something fails, with books that are checked at every event."""
+"""Whole runs in which something fails, with accounts that are checked at every event."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asyncrl.testing import (
 from asyncrl.testing.server import ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner
 from asyncrl.types import IntArray, Message, Row, Step, Trajectory, TruncationCause
-from tests.scheduling.books import watched
+from tests.scheduling.audit import watched
 
 __all__ = ["AGAIN", "CALL", "PROBE_TOKENS", "Audit", "Case", "HermesRenderer", "One", "ServerCase", "with_tool"]
 
@@ -149,7 +149,7 @@ class Case:
 
     @contextmanager
     def audited(self) -> Iterator[list[OrderedSlots]]:
-        """Books that are checked at every event; yields the counters of slots."""
+        """Accounts that are checked at every event; yields the counters of slots."""
         with watched(Admission) as admissions, watched(OrderedSlots) as slots:
             self.audit = Audit(admissions if self.whole_groups else [])
             unsubscribe = self.bus.subscribe(self.audit.observe)

@@ -43,7 +43,7 @@ def _play(env: type[One], folder: Path | None, *, rows: int = 4, **trainer: Any)
     first = Case(env, checkpointing=rl.Checkpointing(folder, rollout_every=0.001), **options)
     first.play(1, rows=rows)
     case = Case(env, checkpointing=rl.Checkpointing(folder, rollout_every=0.001), **options)
-    run_virtual(case._run, STEPS, rows)  # its books begin in the middle, so they are not audited
+    run_virtual(case._run, STEPS, rows)  # its events begin in the middle, so they are not audited
     case.steps[:0] = first.steps
     case.events[:0] = first.events
     return case

@@ -36,7 +36,7 @@ _STEPS = 6
 
 @dataclass
 class _Account:
-    """Holds the slots of a run as its events tell, and books the time between two events."""
+    """Holds the slots of a run as its events tell, and enters the time between two events."""
 
     slots: int
     per_step: int

@@ -39,7 +39,7 @@ from asyncrl.training.record import RunRecord
 from asyncrl.training.saving import RunSaver
 from asyncrl.types import DropReason, Group, Message, Row, Span, SpanKind, Trajectory, TruncationCause
 from tests.resume.runs import Chat, Life, Plan, entries, image
-from tests.scheduling.books import watched
+from tests.scheduling.audit import watched
 
 _SIZE = 4
 _ACKNOWLEDGED = {"advantage": rl.Batchwise(), "stale_policy": "mask_span", "allow_trajectory_loss": True}

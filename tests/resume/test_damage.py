@@ -1,8 +1,8 @@
 """What becomes of a run when something happens to the files in its directory.
 
 Every file is flipped at drawn places, cut, emptied, deleted, replaced by a folder; copies and strays are put beside it.
-What is resumed then either comes to the parameters and books of an undamaged run, or ends with an error that names the
-file. It never comes to other parameters.
+What is resumed then either comes to the parameters and accounts of an undamaged run, or ends with an error that names
+the file. It never comes to other parameters.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _judge(stopped: Stopped, directory: Path, damaged: Path, what: str) -> bool:
     assert life.learner.parameters == stopped.parameters, what
     # A step that was not there may be made again; none is left out, and no row is consumed twice.
     assert {step.n for step in life.steps} >= set(stopped.steps), what
-    books = consumed_rows(entries(directory))
-    assert books == Counter(dict.fromkeys(books, 1)), what
+    consumed = consumed_rows(entries(directory))
+    assert consumed == Counter(dict.fromkeys(consumed, 1)), what
     return True
 
 

@@ -1,4 +1,4 @@
-"""Groups that begin anew in a run that is killed: after any kill the books are those of a moment that was."""
+"""Groups that begin anew in a run that is killed: after any kill the state is that of a moment that was."""
 
 from __future__ import annotations
 

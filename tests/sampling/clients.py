@@ -72,7 +72,7 @@ def watch(sampler: SGLang) -> list[str]:
 
 
 def pool_of(sampler: SGLang) -> Pool:
-    """The books of an open client."""
+    """The state of an open client."""
     return sampler.pool
 
 

@@ -245,7 +245,7 @@ async def test_what_can_be_said_without_open_servers_is_said(when: str) -> None:
 
 
 async def test_one_client_is_open_once() -> None:
-    """Its books are those of one opening; later it may be opened again."""
+    """Its state is that of one opening; later it may be opened again."""
     sampler = SGLang([URL], transport=network({URL: scripted()}))
     async with sampler.opened():
         with pytest.raises(ConfigError, match="open already"):

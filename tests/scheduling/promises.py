@@ -6,34 +6,34 @@ from collections import Counter
 from itertools import groupby
 
 from asyncrl.types import SpanKind
-from tests.scheduling.books import Books
+from tests.scheduling.audit import ScheduleAudit
 from tests.scheduling.runs import Run
 from tests.scheduling.truth import Dispatch, spelled
 
 __all__ = ["assert_ages", "assert_nothing_is_held", "assert_nothing_is_lost", "assert_promises", "assert_versions"]
 
 
-def assert_promises(run: Run, books: Books) -> None:
+def assert_promises(run: Run, audit: ScheduleAudit) -> None:
     """The run ended, and kept all of them."""
     assert [step.n for step in run.steps] == list(range(1, run.shape.steps + 1))
-    assert_nothing_is_lost(run, books)
+    assert_nothing_is_lost(run, audit)
     assert_ages(run)
-    assert_versions(run, books)
+    assert_versions(run, audit)
     assert_nothing_is_held(run)
 
 
-def assert_nothing_is_lost(run: Run, books: Books) -> None:
+def assert_nothing_is_lost(run: Run, audit: ScheduleAudit) -> None:
     """Every group of the run was admitted and consumed, whole and once; no member was dropped."""
     assert [traj.error for step in run.steps for traj in step.trajectories if traj.error is not None] == []
-    assert len(books.consumed) == len(books.admitted) == run.shape.groups
-    assert books.held == 0
+    assert len(audit.consumed) == len(audit.admitted) == run.shape.groups
+    assert audit.held == 0
     everyone = range(run.shape.group_size)
     for step in run.steps:
         assert all(traj.dropped is None for traj in step.trajectories)
         members = sorted((traj.group, traj.member) for traj in step.trajectories)
         groups = [[member for _, member in group] for _, group in groupby(members, lambda pair: pair[0])]
         assert groups == [list(everyone)] * run.shape.groups_per_step
-    signal = [group for group in books.consumed if group % 5 not in run.shape.flat_rows]
+    signal = [group for group in audit.consumed if group % 5 not in run.shape.flat_rows]
     trained = Counter((trained.group, trained.member) for trained in run.learner.trained)
     assert trained == Counter((group, member) for group in signal for member in everyone)
 
@@ -44,17 +44,17 @@ def assert_ages(run: Run) -> None:
     assert all(0 <= age <= run.shape.max_staleness for age in ages)
 
 
-def assert_versions(run: Run, books: Books) -> None:
+def assert_versions(run: Run, audit: ScheduleAudit) -> None:
     """Requests, spans and births have the version that was live at their dispatch."""
     first: dict[int, Dispatch] = {}
     for dispatch in run.sampler.dispatches:
         first.setdefault(dispatch.group, dispatch)
         assert dispatch.request.version == dispatch.version
         assert dispatch.request.adapter == f"scripted-v{dispatch.version}"
-    for group, born in books.born.items():
+    for group, born in audit.born.items():
         assert (born.time, born.version) == (first[group].time, first[group].version)
         assert born.due == born.version + run.shape.max_staleness
-    births = [books.born[group].time for group in sorted(books.born)]
+    births = [audit.born[group].time for group in sorted(audit.born)]
     assert births == sorted(births), "slots and requests go to the oldest group first"
     for step in run.steps:
         for traj in step.trajectories:

@@ -18,7 +18,7 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.scheduling.admission import Admission
 from asyncrl.testing import heavy_tail, run_virtual, scripted_policy
 from asyncrl.types import Message, Row, Step, Trajectory, TruncationCause
-from tests.scheduling.books import Books, watched
+from tests.scheduling.audit import ScheduleAudit, watched
 from tests.scheduling.truth import NumberRenderer, TrueLearner, TruePublisher, TrueSampler
 
 __all__ = ["NEWEST", "Run", "Shape", "drawn"]
@@ -173,18 +173,18 @@ class Run:
             self.steps.append(step)
 
     @contextmanager
-    def audited(self) -> Iterator[Books]:
-        """Books that are checked at every event."""
+    def audited(self) -> Iterator[ScheduleAudit]:
+        """A check of the run's accounts at every event."""
         with watched(Admission) as admissions:
-            books = Books(self.shape.slots, admissions)
-            self.bus.subscribe(books.observe)
-            yield books
+            audit = ScheduleAudit(self.shape.slots, admissions)
+            self.bus.subscribe(audit.observe)
+            yield audit
 
-    def play(self, seed: int | None = None) -> Books:
+    def play(self, seed: int | None = None) -> ScheduleAudit:
         """Take all steps on a virtual clock whose task order is shuffled with ``seed``."""
-        with self.audited() as books:
+        with self.audited() as audit:
             run_virtual(self.to_the_end, seed=seed)
-        return books
+        return audit
 
     def of(self, kind: type[T]) -> list[T]:
         """The events of one kind."""

@@ -23,7 +23,7 @@ _SCHEDULES = st.builds(Schedule, admit_ahead=st.integers(0, 3), oversample_facto
 
 
 class _Owners:
-    """Admission, clock and batches, moved as a run would move them, beside books of our own."""
+    """Admission, clock and batches, moved as a run would move them, beside accounts of our own."""
 
     def __init__(self, groups_per_step: int, max_staleness: int, order: BatchOrder, schedule: Schedule) -> None:
         self.groups_per_step = groups_per_step

@@ -24,7 +24,7 @@ def _group(index: int, *, members: int = 2, tokens: int = 5) -> Group:
     return Group(index=index, row=None, members_G=trajectories, seconds=0.0)
 
 
-class _Books:
+class _Owners:
     """Admission, clock and batches wired as in a run."""
 
     def __init__(self, groups_per_step: int, max_staleness: int, order: BatchOrder = "completion") -> None:
@@ -51,94 +51,94 @@ def _indices(batch: list[Group] | None) -> list[int] | None:
 
 def test_a_batch_is_taken_only_when_it_is_full() -> None:
     """Fewer ready groups than the batch needs are not enough."""
-    books = _Books(groups_per_step=2, max_staleness=0)
-    books.born([0, 0])
-    books.ready(1)
-    assert books.batches.take_nowait(2) is None
-    books.ready(0)
-    assert sorted(_indices(books.batches.take_nowait(2)) or []) == [0, 1]
+    owners = _Owners(groups_per_step=2, max_staleness=0)
+    owners.born([0, 0])
+    owners.ready(1)
+    assert owners.batches.take_nowait(2) is None
+    owners.ready(0)
+    assert sorted(_indices(owners.batches.take_nowait(2)) or []) == [0, 1]
 
 
 def test_the_earliest_due_groups_go_first() -> None:
     """A younger group that finished earlier waits for a later batch."""
-    books = _Books(groups_per_step=1, max_staleness=2)
-    books.clock.committed = 1
-    books.born([1, 0])
-    books.ready(0, 1)
-    assert _indices(books.batches.take_nowait(1)) == [1]
+    owners = _Owners(groups_per_step=1, max_staleness=2)
+    owners.clock.committed = 1
+    owners.born([1, 0])
+    owners.ready(0, 1)
+    assert _indices(owners.batches.take_nowait(1)) == [1]
 
 
 def test_the_barrier_waits_for_a_group_that_would_be_too_old() -> None:
     """Worked example A: four a step, bound 1; five are ready, but a slow old one has no later step to go to."""
-    books = _Books(groups_per_step=4, max_staleness=1)
-    books.clock.committed = 1
-    books.born([0, 0, 0, 0, 1, 1, 1, 1])
-    books.ready(0, 1, 2, 4, 5)
-    assert books.batches.take_nowait(4) is None
-    books.ready(3)
-    assert _indices(books.batches.take_nowait(4)) == [0, 1, 2, 3]
+    owners = _Owners(groups_per_step=4, max_staleness=1)
+    owners.clock.committed = 1
+    owners.born([0, 0, 0, 0, 1, 1, 1, 1])
+    owners.ready(0, 1, 2, 4, 5)
+    assert owners.batches.take_nowait(4) is None
+    owners.ready(3)
+    assert _indices(owners.batches.take_nowait(4)) == [0, 1, 2, 3]
 
 
 def test_groups_due_later_hold_the_barrier_too() -> None:
     """Two a step, bound 2: after a batch of the two youngest, four would be due in one step."""
-    books = _Books(groups_per_step=2, max_staleness=2)
-    books.clock.committed = 1
-    books.born([0, 0, 0, 0, 1, 1])
-    books.ready(4, 5)
-    assert books.batches.take_nowait(2) is None
-    books.ready(0)
-    assert books.batches.take_nowait(2) is None
-    books.ready(1)
-    assert _indices(books.batches.take_nowait(2)) == [0, 1]
+    owners = _Owners(groups_per_step=2, max_staleness=2)
+    owners.clock.committed = 1
+    owners.born([0, 0, 0, 0, 1, 1])
+    owners.ready(4, 5)
+    assert owners.batches.take_nowait(2) is None
+    owners.ready(0)
+    assert owners.batches.take_nowait(2) is None
+    owners.ready(1)
+    assert _indices(owners.batches.take_nowait(2)) == [0, 1]
 
 
 def test_admission_order_takes_the_oldest_or_nothing() -> None:
     """With ``batch_order="admission"`` a finished younger group never overtakes."""
-    books = _Books(groups_per_step=1, max_staleness=1, order="admission")
-    books.born([0, 0])
-    books.ready(1)
-    assert books.batches.take_nowait(1) is None
-    books.ready(0)
-    assert _indices(books.batches.take_nowait(1)) == [0]
+    owners = _Owners(groups_per_step=1, max_staleness=1, order="admission")
+    owners.born([0, 0])
+    owners.ready(1)
+    assert owners.batches.take_nowait(1) is None
+    owners.ready(0)
+    assert _indices(owners.batches.take_nowait(1)) == [0]
 
 
 @pytest.mark.virtual_clock
 async def test_the_wait_at_the_barrier_is_timed_and_names_the_group() -> None:
     """Seconds count from when enough groups were ready."""
-    books = _Books(groups_per_step=1, max_staleness=1)
-    books.clock.committed = 1
-    books.born([0, 1])
+    owners = _Owners(groups_per_step=1, max_staleness=1)
+    owners.clock.committed = 1
+    owners.born([0, 1])
 
     async def finish() -> None:
         await anyio.sleep(5)
-        books.ready(1)
+        owners.ready(1)
         await anyio.sleep(7)
-        books.ready(0)
+        owners.ready(0)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(finish)
-        batch = await books.batches.take(1)
+        batch = await owners.batches.take(1)
     assert _indices(batch) == [0]
-    assert [(wait.seconds, wait.group) for wait in books.batches.take_waits()] == [(7.0, 0)]
+    assert [(wait.seconds, wait.group) for wait in owners.batches.take_waits()] == [(7.0, 0)]
 
 
 @pytest.mark.virtual_clock
 async def test_chunks_leave_when_a_threshold_is_reached() -> None:
     """Either threshold sends whole groups; the tail goes when it is all that remains."""
-    books = _Books(groups_per_step=4, max_staleness=0)
-    books.born([0, 0, 0, 0])
+    owners = _Owners(groups_per_step=4, max_staleness=0)
+    owners.born([0, 0, 0, 0])
     threshold = ForwardBackwardBatch(min_sequences=4, min_tokens=1000)
-    books.ready(2)
+    owners.ready(2)
     with anyio.move_on_after(1) as scope:
-        await books.batches.take_chunk(4, threshold)
+        await owners.batches.take_chunk(4, threshold)
     assert scope.cancelled_caught
-    books.ready(0)
-    assert _indices(await books.batches.take_chunk(4, threshold)) == [0, 2]
-    books.ready(1)
-    assert _indices(await books.batches.take_chunk(1, threshold)) == [1]
-    books.ready(3)
+    owners.ready(0)
+    assert _indices(await owners.batches.take_chunk(4, threshold)) == [0, 2]
+    owners.ready(1)
+    assert _indices(await owners.batches.take_chunk(1, threshold)) == [1]
+    owners.ready(3)
     by_tokens = ForwardBackwardBatch(min_sequences=1000, min_tokens=10)
-    assert _indices(await books.batches.take_chunk(9, by_tokens)) == [3]
+    assert _indices(await owners.batches.take_chunk(9, by_tokens)) == [3]
 
 
 @pytest.mark.parametrize("size", [1, 2])

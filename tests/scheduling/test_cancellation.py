@@ -17,7 +17,7 @@ import asyncrl as rl
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.testing import VirtualClock
 from asyncrl.types import Step
-from tests.scheduling.books import watched
+from tests.scheduling.audit import watched
 from tests.scheduling.promises import assert_nothing_is_held
 from tests.scheduling.runs import NEWEST, Run, Shape
 
@@ -86,7 +86,7 @@ async def stop_when_it_strikes(start: Callable[[], AsyncGenerator[Step, None]], 
 def _stop_at(at: int, shape: Shape, way: Way) -> bool:
     """Stop a run before its ``at``-th pass and look at what is left; False if it had ended before."""
     run = Run(shape)
-    with run.audited() as books, watched(OrderedSlots) as slots:
+    with run.audited() as audit, watched(OrderedSlots) as slots:
         stopped = anyio.run(
             stop_when_it_strikes,
             run.start,
@@ -94,7 +94,7 @@ def _stop_at(at: int, shape: Shape, way: Way) -> bool:
             way,
             backend_options={"loop_factory": partial(SteppingClock, at)},
         )
-        books.balance()
+        audit.balance()
     assert len(run.steps) == shape.steps or stopped
     assert_nothing_is_held(run)
     assert all(counter.in_use == 0 for counter in slots)
@@ -153,7 +153,7 @@ _DEADLINES = Shape(
     "shape", [_SYNCHRONOUS, _ASYNCHRONOUS, _DEADLINES], ids=["synchronous", "asynchronous", "deadlines"]
 )
 def test_a_run_can_be_stopped_at_every_await(shape: Shape, way: Way) -> None:
-    """No request, slot, version, environment or gradient stays, the books balance, and the clock never deadlocks.
+    """No request, slot, version, environment or gradient stays, the accounts balance, and the clock never deadlocks.
 
     (FAILURES.md 21)
     """

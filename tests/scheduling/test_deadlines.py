@@ -15,7 +15,7 @@ from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.rules import Stragglers
 from asyncrl.testing import run_virtual
 from asyncrl.types import DropReason, Trajectory, TruncationCause
-from tests.scheduling.books import watched
+from tests.scheduling.audit import watched
 from tests.scheduling.promises import assert_ages, assert_nothing_is_held
 from tests.scheduling.runs import NEWEST, Run, Shape, drawn
 

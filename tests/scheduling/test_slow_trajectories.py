@@ -80,8 +80,8 @@ def test_the_trainer_stops_before_the_limit_where_several_groups_are_due_in_one_
     run = Run(
         Shape(max_staleness=2, groups_per_step=2, steps=6, sampling_s=_by_group({2: 10.0, 3: 20.0, 4: 30.0, 5: 40.0}))
     )
-    books = run.play()
-    assert {group: born.due for group, born in books.born.items() if group < 8} == dict.fromkeys(range(6), 2) | {
+    audit = run.play()
+    assert {group: born.due for group, born in audit.born.items() if group < 8} == dict.fromkeys(range(6), 2) | {
         6: 3,
         7: 3,
     }

@@ -27,7 +27,7 @@ def _shapes(seed: int, max_staleness: int) -> Iterator[Shape]:
 @pytest.mark.parametrize("max_staleness", BOUNDS)
 @pytest.mark.parametrize("seed", range(60))
 def test_every_run_keeps_every_promise(seed: int, max_staleness: int) -> None:
-    """Random durations, task orders, lags and concurrencies: the bound, true versions, whole groups, the books."""
+    """Random durations, task orders, lags and concurrencies: the bound, true versions, whole groups, the accounts."""
     for shape in _shapes(seed, max_staleness):
         run = Run(shape)
         assert_promises(run, run.play(seed))

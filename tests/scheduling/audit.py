@@ -1,4 +1,4 @@
-"""An observer that keeps books of its own and compares them with those of the package."""
+"""An observer that keeps accounts of its own and compares them with those of the package."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncrl.events import (
 )
 from asyncrl.scheduling.admission import Admission
 
-__all__ = ["Books", "watched"]
+__all__ = ["ScheduleAudit", "watched"]
 
 T = TypeVar("T")
 
 
-class Books:
+class ScheduleAudit:
     """Balances at every event. For runs whose groups stay whole."""
 
     def __init__(self, slots: int, admissions: Sequence[Admission]) -> None:
