@@ -188,7 +188,7 @@ _TOKENS = attrgetter("tokens")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """One conversation from reset to reward; changed only by the task that runs it.
+    """One conversation from reset to reward; changed only by the task that runs it, but for ``dropped``.
 
     Everything the task needs to go on stands here, so that it can be stopped at any await and started again.
     """
@@ -242,6 +242,7 @@ class Trajectory:
     """Set once, at the end; None for a member that failed."""
     error: BaseException | None = None
     dropped: DropReason | None = None
+    """Why it is not trained: set by its group, or by the trainer step if ``Truncation`` drops it."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Per-trajectory numbers; environments may add theirs. Summed into ``rollout/<key>``."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -64,7 +64,7 @@ def _flat(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: object) -> Any:
-    """As it is once it went through JSON."""
+    """The value as it is read back from JSON."""
     try:
         return orjson.loads(orjson.dumps(value, default=_kind, option=_ROW_OPTIONS))
     except TypeError:

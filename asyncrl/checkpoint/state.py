@@ -131,8 +131,8 @@ class GroupState:
         if self.taken:
             self.progress.remove(self.taken)
 
-    def lose(self, members: set[int]) -> None:
-        """A committed step has consumed these members."""
+    def consume(self, members: set[int]) -> None:
+        """Take out these members, which a committed step has consumed."""
         self.taken |= members
         kept = [[traj for traj in part.members_G if traj.member not in members] for part in self.parts]
         self.parts = [replace(part, members_G=rest) for part, rest in zip(self.parts, kept, strict=True) if rest]
@@ -181,7 +181,7 @@ class RunState:
             if consumed.final:
                 del self.groups[consumed.group]
             else:
-                self.groups[consumed.group].lose(set(consumed.members))
+                self.groups[consumed.group].consume(set(consumed.members))
             self.totals.consumed += consumed.final
         self.totals.trained_members += entry.trained_members
         self.totals.dropped_members.update(entry.dropped_members)

@@ -144,7 +144,7 @@ class TokenStore:
         self._given_up: int | None = None
 
     def begin(self) -> None:
-        """A save begins."""
+        """Begin a save, of the trajectories that are ``put`` before ``end``."""
         self._seen = {}
         self._given_up = self._sparse_shard()
         self._live = Counter()
@@ -275,7 +275,7 @@ class TrajectoryReader:
         return traj
 
     def _span(self, kind: str, version: int | None, place: Stored) -> Span:
-        """Its arrays are its own."""
+        """The span at ``place``, with arrays of its own."""
         shard, offset, tokens, checksum = place
         size = tokens * _TOKEN_BYTES
         generated = kind == SpanKind.GENERATED

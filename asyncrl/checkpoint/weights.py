@@ -68,7 +68,7 @@ class SavedWeights:
                 remove(self._path(other))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all saved weights."""
         for version in self.versions():
             remove(self._path(version))
 

@@ -64,7 +64,7 @@ class Untrained:
             )
 
     def end(self, version: int) -> None:
-        """The run is over at ``version``: one without any deserves a word, however short it was."""
+        """The run ended at ``version``: warn if it has made none, however short it was."""
         if version == 0 and self.batches and not self._warned:
             self._warn()
 

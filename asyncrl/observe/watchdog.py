@@ -1,4 +1,4 @@
-"""A word when nothing happens for long: the few oldest things that are waited for, since when, on whom and where.
+"""A warning when nothing happens for long: the few oldest things that are waited for, since when, on whom and where.
 
 The run is silent for longer than usual when no event comes and no member begins to wait for anything new, for three
 times the median step and at least two minutes. Steps are measured without evaluations and without what the caller does

@@ -94,7 +94,7 @@ class FullPublisher(ServerPublisher):
         fleet.claim(writer or Writer(), self._delivery.restore, in_place=pause_mode == "in_place")
 
     async def adopt(self, versions: Iterable[int]) -> frozenset[int]:
-        """None, for a server holds one version; what an earlier process has left on disk is removed."""
+        """Adopts no version, for a server holds one at a time; what an earlier process has left on disk is removed."""
         await self._carrier.store.adopt(())
         return frozenset()
 

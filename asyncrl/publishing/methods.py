@@ -94,13 +94,13 @@ class Publishing:
         return publisher
 
     def _adapters(self, home: Home) -> AdapterCarrier:
-        """How an adapter travels."""
+        """What carries an adapter, by ``method``."""
         if self.method == "disk":
             return DiskAdapters(self.learner, home.directory, own=home.own)
         return TensorAdapters(self.learner)
 
     def _carrier(self, fleet: ServerFleet, home: Home, stack: AsyncExitStack) -> Carrier:
-        """How all weights travel."""
+        """What carries all weights, by ``method``."""
         if self.method == "disk":
             return DiskCarrier(self.learner, home.directory, own=home.own)
         if self.method == "tensors":
@@ -112,7 +112,7 @@ class Publishing:
 
 
 async def _leave(publisher: LoraPublisher) -> None:
-    """Servers of somebody else's go on without us."""
+    """Unload the run's adapters from servers that others started, and that go on when the run has ended."""
     with anyio.move_on_after(_LEAVE_S, shield=True):
         await publisher.leave()
 
@@ -120,6 +120,6 @@ async def _leave(publisher: LoraPublisher) -> None:
 async def _leave_result(
     publisher: ServerPublisher, folders: Folders, kind: object, error: BaseException | None, traceback: object
 ) -> None:
-    """What a publication from disk leaves by itself; nothing if the run failed."""
+    """Write the newest version to ``folders``, where publication from disk leaves it anyway; not if the run failed."""
     if error is None and publisher.newest >= 0:
         await folders.stage(publisher.newest)

@@ -98,7 +98,7 @@ class Folders:
         return self._directory / f"v{version:06d}"
 
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:
-        """See ``Store``.
+        """Write the learner's current parameters, and ``reference``, into the folder of ``version``.
 
         The folder gets its name in one step when it is on disk, so that no server ever reads half a version. One that
         has this name already is left from a process that was killed before it could record the version: it is replaced.
@@ -176,7 +176,7 @@ class Copies:
         return self._weights[version]
 
     async def adopt(self, versions: Iterable[int]) -> Mapping[int, FloatArray | None]:
-        """None: copies end with their process."""
+        """Adopts no version: copies end with their process."""
         return {}
 
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:

@@ -202,7 +202,7 @@ class ServerControl:
             await self._post("/update_weights_from_distributed", body, within_s=self._long_s)
 
     async def checksum(self) -> str:
-        """The same for servers that hold the same base weights. Reads all of them: for tests and doubts."""
+        """A digest of the base weights: equal on servers with the same ones. Reads all of them, so it takes long."""
         reply = await self._post("/weights_checker", {"action": "checksum"}, within_s=self._long_s)
         found = reply.get("per_engine_checksum")
         if not isinstance(found, str):

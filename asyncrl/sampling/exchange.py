@@ -68,8 +68,7 @@ class Exchange:
         vocab_size: int | None,
         labels: Labels,
     ) -> None:
-        self.oldest_anchor = 0
-        """Requests on the prefix of an older version do not leave: they come back aborted, without a token."""
+        self._oldest_anchor = 0
         self._pool = pool
         self._aborts = aborts
         self._suspect = suspect
@@ -96,6 +95,10 @@ class Exchange:
             return self._suspected(place, outcome.error)
         return outcome
 
+    def refuse_older(self, anchor: int) -> None:
+        """Requests on the prefix of an older version leave no more: they come back aborted, without a token."""
+        self._oldest_anchor = max(self._oldest_anchor, anchor)
+
     def shunned(self, request: SegmentRequest) -> str | None:
         """The server that was late with the last request of this trajectory, if that was not asked before."""
         return self._shunned.pop(request.trajectory_id, None) if self._shunned else None
@@ -107,7 +110,7 @@ class Exchange:
         most_tokens = self._room(place.url, request)
         body = generate_body(request, rid=rid, max_new_tokens=most_tokens)
         anchor = request.version if request.anchor is None else request.anchor
-        if anchor < self.oldest_anchor:
+        if anchor < self._oldest_anchor:
             return _aborted_at_once()
         if self._pool.state(place.url) is not ServerState.LIVE:
             return Failed(reason="it takes no requests any more")
@@ -213,7 +216,7 @@ class BehindRouter:
     retries: int
 
     async def sample(self, request: SegmentRequest) -> Segment:
-        """Which server a request ran on is the router's secret, and so is the choice of another one.
+        """Sample through the router, which does not tell which server has a request, nor lets another be chosen.
 
         So there is one attempt, except for a request that is never answered: with another key the router takes it to
         another server.

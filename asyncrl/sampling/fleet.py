@@ -341,7 +341,7 @@ class Fleet(SamplingBackend, ServerFleet):
         where: they are aborted, and not waited for.
         """
         self._open_tasks("abort_older")
-        self._exchange.oldest_anchor = max(self._exchange.oldest_anchor, anchor)
+        self._exchange.refuse_older(anchor)
         await self._end(url, lambda running: running.anchor < anchor)
 
     async def _end(self, url: str, chosen: Callable[[Running], bool]) -> None:

@@ -103,7 +103,7 @@ class Restorer:
 
 
 async def require_nothing(server: ServerControl) -> None:
-    """Nothing was published yet: a server that answers is as good as any."""
+    """Restore nothing, as long as nothing was published: a server that answers may take requests."""
 
 
 def described(error: BaseException) -> str:

@@ -24,7 +24,7 @@ _ROUNDING_S = 1e-6
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Run(Generation[float]):
-    """A ``held`` request stops half way until it is hurried."""
+    """A request and how far it is; one that is ``held`` stops half way until ``hurry``."""
 
     script: Sequence[int] | None
     """Its tokens, or None to draw them."""

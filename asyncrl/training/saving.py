@@ -320,7 +320,7 @@ class NothingSaved:
         return 0
 
     def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Nobody will repeat it."""
+        """Does nothing."""
 
     def step(self, entry: JournalEntry) -> AbstractAsyncContextManager[None]:
         """The block makes the step happen."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Engine:
     def idle(self) -> bool:
         """Nothing to compute."""
         return not self.waiting and not self.running
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """These wait from now on, behind those that do already."""
+        self.waiting.extend(requests)
 
     def step(self) -> list[Request]:
         """One forward pass. Returns the requests that ended in it. If it raises, ``recover`` is next."""

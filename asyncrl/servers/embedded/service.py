@@ -94,7 +94,7 @@ class Service:
             async with self._between_steps:
                 if not self._updating:
                     self._computing += len(self._arrived)
-                    self.engine.waiting.extend(self._arrived)
+                    self.engine.add(self._arrived)
                     self._arrived.clear()
                 with self._throughput.measured(self.engine):
                     ended = await self._worker.run(self._steps)
