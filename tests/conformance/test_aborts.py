@@ -15,7 +15,7 @@ ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}
 
 @pytest.mark.parametrize("everything", [True, False])
 async def test_a_running_request_keeps_what_it_has(subject: Subject, everything: bool) -> None:
-    """Status 200, with ids and log-probabilities; a second abort is nothing. (FAILURES.md 20)"""
+    """Status 200, with ids and log-probabilities; a second abort is nothing."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(call := subject.call(rid="a-1", new=LONG))
         await subject.until_tokens()

@@ -22,7 +22,7 @@ async def _sampled_by(subject: Subject, name: str | None, adapter: int | None) -
 
 
 async def test_requests_name_their_adapter(subject: Subject) -> None:
-    """Each has its own weights and its own cache; no label tells of it. (FAILURES.md 70)"""
+    """Each has its own weights and its own cache; no label tells of it."""
     await subject.load("one", 0)
     await subject.load("two", 1)
     for name, adapter in ((None, None), ("one", 0), ("two", 1)):
@@ -66,13 +66,13 @@ async def test_a_name_in_use_a_bad_path_and_an_unknown_name_are_refused(subject:
 
 
 async def test_an_adapter_that_was_never_loaded_is_an_error_of_the_request(subject: Subject) -> None:
-    """The message is how a client learns that a server was started anew. (FAILURES.md 65)"""
+    """The message is how a client learns that a server was started anew."""
     refusal = await subject.generate(lora_path="never", status=400)
     assert refusal["error"]["message"].startswith("Got LoRA adapter that has never been loaded: never\n")
 
 
 async def test_a_late_request_brings_its_adapter_back(subject: Subject) -> None:
-    """From the path that it was loaded from, which therefore must not change. (FAILURES.md 62)"""
+    """From the path that it was loaded from, which therefore must not change."""
     await subject.load("one")
     await _sampled_by(subject, "one", 0)
     await subject.post("/unload_lora_adapter", {"lora_name": "one"})
@@ -91,7 +91,7 @@ async def test_a_name_that_is_free_again_takes_other_weights(subject: Subject) -
 
 @pytest.mark.slow
 async def test_an_unload_waits_for_its_users_and_everybody_else_for_it(subject: Subject) -> None:
-    """The name is gone at once; loads of other adapters wait too. (FAILURES.md 68, 69)"""
+    """The name is gone at once; loads of other adapters wait too."""
     await subject.load("one")
     done: list[str] = []
 

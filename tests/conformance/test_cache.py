@@ -32,7 +32,7 @@ async def test_the_next_turn_finds_the_tokens_of_the_last(subject: Subject) -> N
 
 @pytest.mark.parametrize("key", ["extra_key", "cache_salt"])
 async def test_each_key_has_a_cache_of_its_own(subject: Subject, key: str) -> None:
-    """Both keys must agree, and an empty one is none. (FAILURES.md 41)"""
+    """Both keys must agree, and an empty one is none."""
     assert await _cached(subject) == 0
     for _ in range(2):
         assert await _cached(subject, PROMPT, **{key: ""}) == len(PROMPT) - 1
@@ -57,7 +57,7 @@ async def test_a_flush_forgets_everything(subject: Subject) -> None:
 
 
 async def test_a_flush_is_refused_while_something_runs(subject: Subject) -> None:
-    """And forgets nothing. (FAILURES.md 42)"""
+    """And forgets nothing."""
     await subject.generate(PROMPT)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(subject.call(rid="r", new=LONG))

@@ -27,7 +27,7 @@ async def test_ids_go_in_and_ids_come_out(subject: Subject) -> None:
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 async def test_logprobs_are_those_of_the_temperature(subject: Subject, temperature: float) -> None:
-    """Logits are divided by it before the softmax. (FAILURES.md 35)"""
+    """Logits are divided by it before the softmax."""
     reply = await subject.generate(PROMPT, new=12, sampling={"temperature": temperature})
     expected = subject.logprobs([*PROMPT, *reply["output_ids"]], len(PROMPT), temperature=temperature)
     np.testing.assert_allclose(outputs(reply), expected, atol=CLOSE)
@@ -35,7 +35,7 @@ async def test_logprobs_are_those_of_the_temperature(subject: Subject, temperatu
 
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"temperature": 0.6, "top_k": 1}])
 async def test_greedy_sampling_takes_the_likeliest_token(subject: Subject, greedy: dict[str, float]) -> None:
-    """Temperature 0 has the log-probabilities of temperature 1. (FAILURES.md 35)"""
+    """Temperature 0 has the log-probabilities of temperature 1."""
     reply = await subject.generate(PROMPT, new=6, sampling=greedy)
     ids = [*PROMPT, *reply["output_ids"]]
     weights = subject.served.weights[0]
@@ -46,7 +46,7 @@ async def test_greedy_sampling_takes_the_likeliest_token(subject: Subject, greed
 
 
 async def test_logprobs_are_taken_before_top_p(subject: Subject) -> None:
-    """So that they are not those of what was sampled. (FAILURES.md 36)"""
+    """So that they are not those of what was sampled."""
     reply = await subject.generate(PROMPT, new=12, sampling={"top_p": 0.3})
     expected = subject.logprobs([*PROMPT, *reply["output_ids"]], len(PROMPT))
     np.testing.assert_allclose(outputs(reply), expected, atol=CLOSE)

@@ -28,7 +28,7 @@ async def test_more_requests_than_can_run_are_all_answered(subject: Subject) -> 
 
 @pytest.mark.slow
 async def test_two_hundred_requests_at_once_are_all_answered(subject: Subject) -> None:
-    """Each with its own tokens. (FAILURES.md 52)"""
+    """Each with its own tokens."""
     calls = [subject.call([5, 6, 7 + number % 32], new=4) for number in range(200)]
     async with anyio.create_task_group() as tasks:
         for call in calls:
@@ -39,7 +39,7 @@ async def test_two_hundred_requests_at_once_are_all_answered(subject: Subject) -
 
 @pytest.mark.slow
 async def test_an_idle_connection_is_closed_after_five_seconds(subject: Subject) -> None:
-    """Which is why clients give theirs up sooner. (FAILURES.md 53)"""
+    """Which is why clients give theirs up sooner."""
     place = urlsplit(subject.served.url)
     async with await anyio.connect_tcp(str(place.hostname), int(place.port or 0)) as connection:
         await connection.send(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")

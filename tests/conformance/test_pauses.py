@@ -16,7 +16,7 @@ HELD_S = 0.2
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_pause_holds_what_runs_and_what_comes(subject: Subject, mode: str) -> None:
-    """Aborted requests answer, others go on afterwards, retracted ones by computing again. (FAILURES.md 42)"""
+    """Aborted requests answer, others go on afterwards, retracted ones by computing again."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(running := subject.call(rid="r", new=400))
         await subject.until_tokens()

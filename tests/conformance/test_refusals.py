@@ -101,7 +101,7 @@ async def test_a_request_needs_a_prompt(subject: Subject, ids: list[int] | None,
     ],
 )
 async def test_what_is_too_long_is_refused_with_the_limit(subject: Subject, length: int, new: int, text: str) -> None:
-    """Before anything runs. (FAILURES.md 39, 55)"""
+    """Before anything runs."""
     refusal = await subject.generate([5] * length, new=new, status=400)
     assert refusal["error"]["message"].startswith(text)
 

@@ -77,7 +77,7 @@ async def test_without_a_length_a_request_gets_128_tokens(subject: Subject) -> N
 
 @pytest.mark.parametrize("wanted", [18, None])
 async def test_the_context_is_full_two_tokens_before_its_end(subject: Subject, wanted: int | None) -> None:
-    """What was asked for is cut in silence; null asks for all that fits. (FAILURES.md 39, 55)"""
+    """What was asked for is cut in silence; null asks for all that fits."""
     prompt = [5] * (CONTEXT - 18)
     reply = await subject.generate(prompt, sampling={"max_new_tokens": wanted})
     assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 16}

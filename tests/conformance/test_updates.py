@@ -31,7 +31,7 @@ async def _holds(subject: Subject, weights: int, label: str) -> None:
 
 
 async def test_an_update_from_disk_changes_weights_label_and_path(subject: Subject) -> None:
-    """And the prefix cache is forgotten. (FAILURES.md 64)"""
+    """And the prefix cache is forgotten."""
     await _holds(subject, 0, "default")
     reply = await subject.update("v1")
     assert reply["success"] is True and reply["message"].endswith("Weight version updated to v1.")
@@ -49,7 +49,7 @@ async def test_an_update_without_a_label_keeps_the_old_one(subject: Subject) -> 
 
 
 async def test_an_update_that_fails_changes_nothing(subject: Subject) -> None:
-    """Neither weights nor label. (FAILURES.md 64)"""
+    """Neither weights nor label."""
     content = {"model_path": ABSENT, "weight_version": "bad"}
     reply = await subject.post("/update_weights_from_disk", content, status=400)
     assert reply["success"] is False and reply["message"]
@@ -63,7 +63,7 @@ async def test_bodies_of_updates_are_checked(subject: Subject, content: Mapping[
 
 
 async def test_without_a_flush_old_prefixes_serve_new_weights(subject: Subject) -> None:
-    """The trap that cache namespaces are for. (FAILURES.md 41)"""
+    """The trap that cache namespaces are for."""
     await subject.generate(PROMPT)
     await subject.update("v1", flush_cache=False)
     stale = await subject.generate(PROMPT)
@@ -75,7 +75,7 @@ async def test_without_a_flush_old_prefixes_serve_new_weights(subject: Subject) 
 
 
 async def test_an_update_waits_for_what_runs_and_holds_what_comes(subject: Subject) -> None:
-    """Without a pause no request has tokens of two versions. (FAILURES.md 23)"""
+    """Without a pause no request has tokens of two versions."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(old := subject.call(rid="old", new=LONG))
         await subject.until_tokens()
@@ -194,7 +194,7 @@ async def test_a_label_can_be_changed_alone(subject: Subject) -> None:
 
 
 async def test_pieces_come_within_a_session_only(subject: Subject) -> None:
-    """Tensors and broadcasts need one; there is one at a time. (FAILURES.md 64)"""
+    """Tensors and broadcasts need one; there is one at a time."""
     pieces: dict[str, dict[str, Any]] = {
         "/update_weights_from_tensor": {"serialized_named_tensors": ["AAAA"]},
         "/update_weights_from_distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]},

@@ -70,7 +70,7 @@ def test_a_tool_whose_machinery_fails_is_retried_with_a_fresh_environment(kind: 
 
 
 def test_a_tool_whose_machinery_stays_broken_ends_the_run_with_the_first_error() -> None:
-    """Within seconds, whatever the number of rows (FAILURES.md 16)."""
+    """Within seconds, whatever the number of rows."""
     calls = Counter[str]()
 
     async def work() -> str:
@@ -107,7 +107,7 @@ def _hang_once(name: str) -> type[One]:
 
 @pytest.mark.parametrize("name", ["reset", "on_turn", "reward"])
 def test_an_environment_that_never_returns_frees_its_slot_at_the_deadline(name: str) -> None:
-    """One call hangs for ever with one slot; the run goes on after 30 s (FAILURES.md 17)."""
+    """One call hangs for ever with one slot; the run goes on after 30 s."""
     env = _hang_once(name)
     case = Case(env, engine={"environment_timeout": 30.0, "schedule": rl.Schedule(concurrency=1)})
     case.play(2)
@@ -120,7 +120,7 @@ def test_an_environment_that_never_returns_frees_its_slot_at_the_deadline(name: 
 
 
 def test_a_tool_that_never_returns_ends_at_its_own_deadline() -> None:
-    """Ten seconds here; the member is tried again, and the others do not wait (FAILURES.md 17, 18)."""
+    """Ten seconds here; the member is tried again, and the others do not wait."""
     hung = Counter[str]()
 
     @tool(timeout=10.0)
@@ -197,7 +197,7 @@ def test_close_runs_when_its_trajectory_failed_and_hides_no_error() -> None:
 
 
 def test_a_reward_that_raises_drops_its_member_and_never_becomes_zero() -> None:
-    """One of eight; the seven others train, and the ledger has the reason (FAILURES.md 15)."""
+    """One of eight; the seven others train, and the ledger has the reason."""
 
     class Grader(One):
         open = 0
@@ -223,7 +223,7 @@ def test_a_reward_that_raises_drops_its_member_and_never_becomes_zero() -> None:
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("method", ["reset", "on_turn", "reward"])
 def test_when_every_rollout_fails_the_run_ends_with_the_first_error(method: str, max_staleness: int) -> None:
-    """User code, at any of its places: nothing is tried again, and no group comes (FAILURES.md 15)."""
+    """User code, at any of its places: nothing is tried again, and no group comes."""
     raised: list[Exception] = []
 
     class Broken(One):
@@ -294,7 +294,7 @@ def test_a_run_can_have_a_budget_of_failures() -> None:
 
 
 def test_failures_change_no_metrics_key() -> None:
-    """A run in which members, groups and rows fail has the keys of one in which nothing does (FAILURES.md 81)."""
+    """A run in which members, groups and rows fail has the keys of one in which nothing does."""
     quiet = Case()
     quiet.play(2)
     loud = Case(_fails_for({1, 2}, times=100))
@@ -428,7 +428,7 @@ def test_a_dropped_group_opens_the_barrier() -> None:
     [({0}, [2, 2]), ({4}, [2, 2]), ({3, 4}, [2, 1]), ({0, 1, 2}, [2]), (set(range(4)), [1]), ({1, 3}, [2, 1])],
 )
 def test_finite_data_ends_with_what_is_left(cursed: set[int], sizes: list[int], overlap: Any) -> None:
-    """Five rows in batches of two; rows that fail are missing at the end, and the run ends well (FAILURES.md 24)."""
+    """Five rows in batches of two; rows that fail are missing at the end, and the run ends well."""
     case = Case(
         _fails_for(cursed, times=100), repeat_dataset=False, forward_backward_batch=overlap, engine={"failures": AGAIN}
     )
@@ -441,7 +441,7 @@ def test_finite_data_ends_with_what_is_left(cursed: set[int], sizes: list[int], 
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 @pytest.mark.parametrize("seed", range(10))
 def test_finite_data_with_oversampling_ends_whatever_fails(max_staleness: int, factor: float, seed: int) -> None:
-    """Any of eleven rows may fail for good; every other row is trained once (FAILURES.md 24)."""
+    """Any of eleven rows may fail for good; every other row is trained once."""
     cursed = {row for row in range(11) if (row * 7 + seed * 5) % 4 == 0}
     case = Case(
         _fails_for(cursed, times=100),

@@ -70,7 +70,7 @@ def shout(text: str) -> str:
 
 @pytest.mark.slow
 async def test_every_worker_that_hangs_is_killed_and_replaced() -> None:
-    """Twice as many endless verifiers as workers; later ones are right, in the time they need (FAILURES.md 59)."""
+    """Twice as many endless verifiers as workers; later ones are right, in the time they need."""
     size = int(_pool().limiter.total_tokens)
     late: list[RolloutTimeout] = []
 
@@ -218,7 +218,7 @@ async def test_a_function_of_a_recipes_file_is_found_by_its_file(tmp_path: Path)
 
 
 async def test_a_plain_function_can_be_a_tool() -> None:
-    """It runs in a thread, with its environment if it is a method (FAILURES.md 58)."""
+    """It runs in a thread, with its environment if it is a method."""
     seen: list[int] = []
 
     class Sync(rl.Env):
@@ -256,7 +256,7 @@ async def test_a_plain_tool_that_hangs_ends_at_its_deadline() -> None:
 
 
 async def test_threads_that_are_lost_for_ever_are_told_with_their_functions() -> None:
-    """No call waits for a thread that never comes; one that ends is a thread again (FAILURES.md 59)."""
+    """No call waits for a thread that never comes; one that ends is a thread again."""
     release = threading.Event()
     begun = threading.Semaphore(0)
 
@@ -294,7 +294,7 @@ class _Blocking(rl.Env):
 
 @pytest.mark.slow
 async def test_a_reward_that_blocks_does_not_hold_the_loop() -> None:
-    """Eight of them at once in threads: nobody else waits (FAILURES.md 58)."""
+    """Eight of them at once in threads: nobody else waits."""
     events = Events()
     steps: list[StepFinished] = []
     events.subscribe(steps.append, kinds=(StepFinished,))  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ class _Holding(One):
 
 @pytest.mark.slow
 async def test_who_holds_the_loop_is_named() -> None:
-    """The gauge says how long, the notice which function (FAILURES.md 61)."""
+    """The gauge says how long, the notice which function."""
     events = Events()
     seen: list[Any] = []
     events.subscribe(seen.append, kinds=(Notice, StepFinished))

@@ -61,7 +61,7 @@ def test_a_request_that_fails_is_asked_again_with_a_new_rid(tmp_path: Path, faul
 
 
 def test_a_server_that_only_fails_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
-    """500 for ever on the only server: the attempts end, and so does the run (FAILURES.md 16)."""
+    """500 for ever on the only server: the attempts end, and so does the run."""
     server = _server()
     case = _case(tmp_path, server, retries=1)
     server.fault("/generate", Fault(), *[Fault(status=500, body=b'{"error":{"message":"CUDA error"}}')] * 1000)
@@ -71,7 +71,7 @@ def test_a_server_that_only_fails_ends_the_run_with_its_own_words(tmp_path: Path
 
 
 def test_a_refusal_is_final_and_ends_the_run_with_the_servers_words(tmp_path: Path) -> None:
-    """Each attempt of a member asks once; the error has the body's text (FAILURES.md 55)."""
+    """Each attempt of a member asks once; the error has the body's text."""
     server = _server()
     case = _case(tmp_path, server, engine={"failures": rl.Failures(consecutive=2, retry_delay=0.0)})
     server.fault("/generate", Fault(), *[Fault(status=400, body=b'{"error":{"message":"input too long"}}')] * 1000)
@@ -179,7 +179,7 @@ def test_a_publication_that_fails_everywhere_stops_the_run(tmp_path: Path) -> No
 
 
 def test_a_version_that_is_published_while_a_request_is_held_does_not_make_it_younger(tmp_path: Path) -> None:
-    """The segment says the version of its dispatch (FAILURES.md 1)."""
+    """The segment says the version of its dispatch."""
     server = _server(lambda call: 50.0 if call.input_ids == (ord("1"),) else 1.0)
     case = _case(tmp_path, server, max_staleness=2, engine={"schedule": rl.Schedule(admit_ahead=2)})
     case.play(6, rows=100)
@@ -192,10 +192,7 @@ def test_a_version_that_is_published_while_a_request_is_held_does_not_make_it_yo
 
 
 def test_no_group_is_of_a_version_that_is_still_being_loaded(tmp_path: Path) -> None:
-    """Loads take a hundred seconds; until the last server has acknowledged, requests name the version before it.
-
-    (FAILURES.md 2)
-    """
+    """Loads take a hundred seconds; until the last server has acknowledged, requests name the version before it."""
     servers = _server(), _server()
     case = _case(tmp_path, *servers)
     published: list[float] = []

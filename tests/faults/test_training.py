@@ -75,7 +75,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_rows_are_not_consumed(
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_an_error_that_is_nobodys_member_ends_the_run_at_once(bound: int) -> None:
-    """The first error of any task is raised, within a second, with nothing left (FAILURES.md 16)."""
+    """The first error of any task is raised, within a second, with nothing left."""
 
     class Broken(ScriptedPublisher):
         async def publish(self, version: int) -> float:
@@ -103,7 +103,7 @@ class _MostlyFlat(One):
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_groups_without_signal_give_their_slots_back(bound: int) -> None:
-    """Nine of ten rewards have no variance: the run finishes, and says how many they were (FAILURES.md 11)."""
+    """Nine of ten rewards have no variance: the run finishes, and says how many they were."""
     case = Case(_MostlyFlat, max_staleness=bound)
     case.play(20)
     assert len(case.steps) == 20
@@ -112,7 +112,7 @@ def test_groups_without_signal_give_their_slots_back(bound: int) -> None:
 
 
 def test_two_environments_of_which_one_rejects_everything_do_not_block_each_other() -> None:
-    """One factory makes both; rows of the broken kind are dropped, the other kind is trained (FAILURES.md 29)."""
+    """One factory makes both; rows of the broken kind are dropped, the other kind is trained."""
 
     class Both(One):
         open = 0
@@ -130,7 +130,7 @@ def test_two_environments_of_which_one_rejects_everything_do_not_block_each_othe
 
 
 def test_the_share_of_slow_rows_is_what_was_drawn() -> None:
-    """Half of the rows take twenty times as long; of eighty groups, forty are trained (FAILURES.md 6)."""
+    """Half of the rows take twenty times as long; of eighty groups, forty are trained."""
 
     def seconds(request: SegmentRequest) -> float:
         return 20.0 if int(request.trajectory_id[:6]) % 2 else 1.0
@@ -143,7 +143,7 @@ def test_the_share_of_slow_rows_is_what_was_drawn() -> None:
 
 
 def test_a_rollout_that_is_always_older_than_the_bound_is_masked_and_the_run_goes_on() -> None:
-    """Nothing is admitted again for its age, so nothing piles up; the metric has what was lost (FAILURES.md 12)."""
+    """Nothing is admitted again for its age, so nothing piles up; the metric has what was lost."""
 
     class Long(One):
         open = 0
@@ -166,7 +166,7 @@ def test_a_rollout_that_is_always_older_than_the_bound_is_masked_and_the_run_goe
 
 
 def test_looking_ahead_by_one_batch_keeps_the_mean_age_near_one_whatever_the_bound() -> None:
-    """``admit_ahead`` sets the usual age, ``max_staleness`` the largest (FAILURES.md 7)."""
+    """``admit_ahead`` sets the usual age, ``max_staleness`` the largest."""
     case = Case(
         sampler=ScriptedSampler(seconds=lambda request: 1.0),
         learner=ScriptedLearner(train_s=1.0),
@@ -179,7 +179,7 @@ def test_looking_ahead_by_one_batch_keeps_the_mean_age_near_one_whatever_the_bou
 
 
 def test_time_in_the_queue_makes_nothing_older_and_nothing_passes_the_bound() -> None:
-    """Quick rollouts, a slow trainer, few requests at a time: every trained age is at most one (FAILURES.md 3)."""
+    """Quick rollouts, a slow trainer, few requests at a time: every trained age is at most one."""
     case = Case(
         sampler=ScriptedSampler(seconds=lambda request: 0.01),
         learner=ScriptedLearner(train_s=10.0),
@@ -191,7 +191,7 @@ def test_time_in_the_queue_makes_nothing_older_and_nothing_passes_the_bound() ->
 
 
 def test_a_batch_is_one_version_however_many_passes_it_takes() -> None:
-    """Four forward-backward passes in a step: ages and the bound count optimizer steps (FAILURES.md 14)."""
+    """Four forward-backward passes in a step: ages and the bound count optimizer steps."""
     case = Case(
         sampler=ScriptedSampler(seconds=lambda request: 1.0 + int(request.trajectory_id[:6]) % 4),
         groups_per_step=4,
@@ -207,7 +207,7 @@ def test_a_batch_is_one_version_however_many_passes_it_takes() -> None:
 
 
 def test_a_publication_does_not_wait_for_rollouts_that_hold_every_slot() -> None:
-    """All slots are taken by rollouts of a thousand seconds; the version is live at once (FAILURES.md 22, 23)."""
+    """All slots are taken by rollouts of a thousand seconds; the version is live at once."""
 
     def seconds(request: SegmentRequest) -> float:
         return 1.0 if int(request.trajectory_id[:6]) < 2 else 1000.0
@@ -222,7 +222,7 @@ def test_a_publication_does_not_wait_for_rollouts_that_hold_every_slot() -> None
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_evaluation_is_of_one_version_and_ends_beside_publications(every: int) -> None:
-    """Longer than two steps, with training rollouts going on; nothing waits for each other (FAILURES.md 31, 77)."""
+    """Longer than two steps, with training rollouts going on; nothing waits for each other."""
     case = Case(
         sampler=ScriptedSampler(seconds=lambda request: 50.0 if request.trajectory_id.startswith("eval") else 1.0),
         learner=ScriptedLearner(train_s=5.0),
@@ -243,7 +243,7 @@ def test_an_evaluation_is_of_one_version_and_ends_beside_publications(every: int
 
 
 def test_sampling_goes_on_while_the_trainer_is_held_up() -> None:
-    """A caller that takes a hundred seconds for a step: what is admitted is sampled meanwhile (FAILURES.md 26)."""
+    """A caller that takes a hundred seconds for a step: what is admitted is sampled meanwhile."""
     one_by_one = rl.Schedule(concurrency=1)
     case = Case(sampler=ScriptedSampler(seconds=lambda request: 1.0), max_staleness=2, engine={"schedule": one_by_one})
 
@@ -283,7 +283,7 @@ class _AbortingSampler(ScriptedSampler):
 
 
 def test_a_trajectory_that_is_aborted_twice_keeps_one_version() -> None:
-    """While versions are published: all of its tokens are of the version that it began with (FAILURES.md 28)."""
+    """While versions are published: all of its tokens are of the version that it began with."""
     case = Case(sampler=_AbortingSampler(), learner=ScriptedLearner(train_s=0.5), max_staleness=2)
     case.play(10)
     for step in case.steps:

@@ -50,10 +50,7 @@ def _flaky_tool(draw: random.Random, fates: Counter[str]) -> type[One]:
 @pytest.mark.usefixtures("threads_in_place")
 @pytest.mark.parametrize("seed", range(2))
 def test_two_thousand_trajectories_with_failures_of_every_kind(tmp_path: Path, seed: int) -> None:
-    """10 % tool failures, 5 % hangs, two server deaths, a failed publication: it ends by itself with the right counts.
-
-    (FAILURES.md 15, 17, 18, 21)
-    """
+    """10 % tool failures, 5 % hangs, two server deaths, a failed publication: it ends with the right counts."""
     draw, fates = random.Random(seed), Counter[str]()
 
     def seconds(call: GenerateCall) -> float:
@@ -164,7 +161,7 @@ class _Forgetful(ScriptedSampler):
 
 
 def test_memory_is_flat_after_a_run_is_drained() -> None:
-    """Ten times the trajectories leave no more behind, whatever failed in between (FAILURES.md 80)."""
+    """Ten times the trajectories leave no more behind, whatever failed in between."""
     _drained(160)  # caches and the like
     small, large = _drained(160), _drained(1600)
     assert large - small < 256 * 1024
@@ -234,7 +231,7 @@ def _stop_at(at: int, way: Any) -> bool:
 
 @pytest.mark.parametrize("way", ["cancel the scope", "cancel the task", "leave the loop"])
 def test_a_run_with_failures_can_be_stopped_at_every_await(way: Any) -> None:
-    """In retries, rerolls, drops, deadlines, close(): nothing is held, each row has its fate (FAILURES.md 21)."""
+    """In retries, rerolls, drops, deadlines, close(): nothing is held, each row has its fate."""
     at = 1
     while _stop_at(at, way):
         at += 1
@@ -244,7 +241,7 @@ def test_a_run_with_failures_can_be_stopped_at_every_await(way: Any) -> None:
 @pytest.mark.usefixtures("threads_in_place")
 @pytest.mark.parametrize("seconds", [0.5 + 1.37 * k for k in range(24)])
 def test_a_cancelled_run_leaves_no_request_on_any_server(tmp_path: Path, seconds: float) -> None:
-    """Whatever it was doing; adapters that nobody uses are gone too, but for the newest (FAILURES.md 20)."""
+    """Whatever it was doing; adapters that nobody uses are gone too, but for the newest."""
     servers = {
         url: ScriptedServer(
             tokens=lambda call: [65, END], seconds=lambda call: 0.1 if len(call.input_ids) == PROBE_TOKENS else 2.0

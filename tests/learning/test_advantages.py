@@ -22,12 +22,12 @@ def test_rewards_are_centred_in_their_group() -> None:
 
 
 def test_an_excluded_member_is_in_no_baseline() -> None:
-    """None has the advantage 0 and does not move the others: the mean is over who is there (FAILURES.md 50)."""
+    """None has the advantage 0 and does not move the others: the mean is over who is there."""
     assert GroupCentered()([[1.0, None, 0.0], [3.0, 1.0]], min_members=2) == [[0.5, 0.0, -0.5], [1.0, -1.0]]
 
 
 def test_a_group_below_min_members_is_centred_on_the_batch() -> None:
-    """One reward of a group that needs two is compared with all four of the batch (FAILURES.md 50)."""
+    """One reward of a group that needs two is compared with all four of the batch."""
     assert GroupCentered()([[4.0, None], [0.0, 1.0, 3.0]], min_members=2)[0] == [2.0, 0.0]
 
 

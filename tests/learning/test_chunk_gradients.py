@@ -109,7 +109,7 @@ def _assert_any_split_is_the_whole(model: TorchModel, advantage: Advantage, norm
 def test_any_split_and_order_gives_the_gradient_of_the_whole_batch(model: TorchModel, normalize: Normalize) -> None:
     """Groups in random order, chunks and micro-batches: the same gradient up to rounding, and the same mean losses.
 
-    The mean is over the step, not over passes (FAILURES.md 47).
+    The mean is over the step, not over passes.
     """
     _assert_any_split_is_the_whole(model, GroupCentered(), normalize, CISPO())
 

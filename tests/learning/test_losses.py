@@ -85,7 +85,7 @@ def _diagnostic(loss: Loss, name: str, *points: Point) -> list[float]:
 def test_value_and_gradient_are_the_formula_s(loss: Loss, formula: Callable[[float, Point], float]) -> None:
     """The value is the formula's, the gradient its finite difference, for ratios inside and outside of the clips.
 
-    So that no correction is counted twice or not at all (FAILURES.md 49).
+    So that no correction is counted twice or not at all.
     """
     step = 1e-6
     output, gradient = _evaluate(loss, *POINTS)
@@ -98,10 +98,7 @@ def test_value_and_gradient_are_the_formula_s(loss: Loss, formula: Callable[[flo
 @pytest.mark.parametrize("loss", ALL, ids=lambda loss: type(loss).__name__)
 @pytest.mark.parametrize(("logp", "mu"), [(-1.0, -100.0), (-1.0, -3e38), (-1.0, -math.inf), (-100.0, -1.0)])
 def test_a_token_that_one_side_thought_impossible_stays_finite(loss: Loss, logp: float, mu: float) -> None:
-    """A log-ratio of 99 or of infinity gives a large loss and gradient, for either sign, but no overflow.
-
-    (FAILURES.md 45)
-    """
+    """A log-ratio of 99 or of infinity gives a large loss and gradient, for either sign, but no overflow."""
     points = [Point(logp=logp, proximal=logp, mu=mu, advantage=advantage) for advantage in (-1.0, 0.0, 1.0)]
     output, gradient = _evaluate(loss, *points, dtype=torch.float32)
     assert output.loss.dtype == torch.float32
@@ -124,10 +121,7 @@ def test_cispo_keeps_a_gradient_where_ppo_clips_it_away() -> None:
 
 
 def test_the_behaviour_weight_bounds_a_negative_advantage() -> None:
-    """Stale data with A < 0: plain PPO has no bound there, the cap of the decoupled weight is one.
-
-    (FAILURES.md 48)
-    """
+    """Stale data with A < 0: plain PPO has no bound there, the cap of the decoupled weight is one."""
     stale = Point(logp=-1.0, proximal=-1.0, mu=-9.0, advantage=-1.0)
     assert _evaluate(PPO(), stale)[0].loss.item() == pytest.approx(math.exp(8))
     assert _evaluate(DecoupledPPO(), stale)[0].loss.item() == pytest.approx(5.0)
@@ -144,7 +138,7 @@ def test_ratio_and_kl_are_those_of_learner_and_sampler() -> None:
 
 
 def test_clipped_tokens_are_counted() -> None:
-    """Only where the clip changes the gradient: not for a large ratio with A < 0 (FAILURES.md 48)."""
+    """Only where the clip changes the gradient: not for a large ratio with A < 0."""
     ratios_and_signs = [(1.0, 1.0), (0.5, 1.0), (0.5, -1.0), (2.0, 1.0), (2.0, -1.0), (9.0, -1.0)]
     points = [
         Point(logp=-1.0 + math.log(ratio), proximal=-1.0, mu=-1.0, advantage=sign) for ratio, sign in ratios_and_signs

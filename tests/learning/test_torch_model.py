@@ -122,10 +122,7 @@ def test_nothing_to_train(trained: TorchModel) -> None:
 
 
 def test_sequences_without_trained_tokens_change_nothing(trained: TorchModel) -> None:
-    """All masked: no tokens and a gradient of zeros, never NaN; beside others they do not matter.
-
-    (FAILURES.md 45, 46)
-    """
+    """All masked: no tokens and a gradient of zeros, never NaN; beside others they do not matter."""
     sequence = random_sequences(3, 1)[0]
     masked = TrainingSequence(
         tokens=sequence.tokens,

@@ -143,7 +143,7 @@ def test_a_deadlock_on_a_virtual_clock_is_still_one() -> None:
 
 
 def test_an_evaluation_is_something_that_advances_and_is_no_step() -> None:
-    """Its members are watched as well, and its duration does not count as a step's (FAILURES.md 78)."""
+    """Its members are watched as well, and its duration does not count as a step's."""
     case = Case(
         sampler=ScriptedSampler(seconds=lambda request: 100.0 if request.trajectory_id.startswith("eval") else 1.0),
         evaluator=rl.Evaluator(rows=list(range(20)), every=1, group_size=2),

@@ -201,7 +201,7 @@ _BROKEN = [
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize(("route", "fault"), _BROKEN)
 async def test_one_server_that_fails_does_not_cost_the_others_a_version(route: str, fault: Fault) -> None:
-    """The broadcast to all fails, and each is served by itself: in time, out of the broken group (FAILURES.md 64)."""
+    """The broadcast to all fails, and each is served by itself: in time, out of the broken group."""
     one, two, three = ScriptedServer(), ScriptedServer(), ScriptedServer()
     async with _running(one, two, three, way="distributed") as run:
         await run.publish(0)
@@ -236,7 +236,7 @@ async def test_a_server_that_never_pauses_holds_up_the_others_for_one_phase() ->
 @pytest.mark.parametrize("way", ["tensors", "distributed"])
 @pytest.mark.virtual_clock
 async def test_a_session_that_was_left_open_is_closed_first(way: str) -> None:
-    """By a trainer that was killed, or by an update that failed in the middle (FAILURES.md 64)."""
+    """By a trainer that was killed, or by an update that failed in the middle."""
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(one, two, way=way) as run:
         await run.sampler.live[0].begin_update()
@@ -251,7 +251,7 @@ async def test_a_session_that_was_left_open_is_closed_first(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["tensors", "distributed"])
 async def test_weights_that_were_acknowledged_and_not_applied_stop_the_run(way: str) -> None:
-    """The version is right and the weights are not: only the probe sees it (FAILURES.md 70)."""
+    """The version is right and the weights are not: only the probe sees it."""
     one = ScriptedServer()
     async with _running(one, way=way) as run:
         await run.publish(0)
@@ -262,7 +262,7 @@ async def test_weights_that_were_acknowledged_and_not_applied_stop_the_run(way: 
 
 @pytest.mark.parametrize("way", ["tensors", "distributed"])
 async def test_only_the_newest_copy_is_kept(way: str) -> None:
-    """Memory does not grow with the run (FAILURES.md 62)."""
+    """Memory does not grow with the run."""
     async with _running(ScriptedServer(), way=way) as run:
         await run.publish(*range(5))
         kept = []

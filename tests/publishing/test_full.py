@@ -113,7 +113,7 @@ async def test_only_the_newest_two_folders_are_kept(tmp_path: Path) -> None:
 
 
 async def test_versions_are_named_by_the_cache_namespace_alone(tmp_path: Path) -> None:
-    """There is nothing to pin, and nothing to hold (FAILURES.md 41)."""
+    """There is nothing to pin."""
     async with _running(tmp_path, ScriptedServer()) as run:
         assert not run.publisher.pins_versions
         assert run.publisher.model_ref(3) == ModelRef(adapter=None, extra_key="v3")
@@ -142,8 +142,8 @@ async def test_a_server_whose_update_fails_is_left_out_and_never_left_paused(
 ) -> None:
     """It is told to continue whatever failed, gets no request, and comes back with the version.
 
-    A status, a body that says no, a label that did not change (FAILURES.md 43, 64); a flush that is refused, after
-    which the next attempt comes with a back-off (FAILURES.md 42).
+    A status, a body that says no, a label that did not change; a flush that is refused, after
+    which the next attempt comes with a back-off.
     """
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
@@ -184,7 +184,7 @@ async def test_tokens_of_half_replaced_weights_are_never_used(tmp_path: Path) ->
 
 @pytest.mark.virtual_clock
 async def test_a_hanging_update_is_bounded_and_followed_by_continue(tmp_path: Path) -> None:
-    """The deadline ends the wait; the server is out and not paused for ever (FAILURES.md 64)."""
+    """The deadline ends the wait; the server is out and not paused for ever."""
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
         one.fault("/update_weights_from_disk", Fault(hold=True))
@@ -196,7 +196,7 @@ async def test_a_hanging_update_is_bounded_and_followed_by_continue(tmp_path: Pa
 async def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path) -> None:
     """The server reports the new version and computes with other weights: only the probe can see that.
 
-    So does a pause that one of several workers ignored, or an update that reached only some (FAILURES.md 43).
+    So does a pause that one of several workers ignored, or an update that reached only some.
     """
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:

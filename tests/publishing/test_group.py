@@ -27,7 +27,7 @@ def _receiver(name: str, port: int, *, timeout_s: float = 30.0) -> ReceivingGrou
 
 
 def test_what_is_broadcast_arrives_and_a_closed_group_frees_who_waits() -> None:
-    """Twice in one process, for a group is made anew when servers come and go (FAILURES.md 64)."""
+    """Twice in one process, for a group is made anew when servers come and go."""
     flat = torch.arange(24, dtype=torch.uint8)
     sent = Broadcast(names=["a"], dtypes=["uint8"], shapes=[[24]], flattened=True)
     for name in ("first", "second"):

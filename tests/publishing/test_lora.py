@@ -98,7 +98,7 @@ async def test_each_version_is_a_folder_and_an_adapter_of_its_own(tmp_path: Path
 
 
 async def test_fifty_versions_leave_two_adapters_and_two_folders(tmp_path: Path) -> None:
-    """Nothing piles up on the servers or on the disk (FAILURES.md 67)."""
+    """Nothing piles up on the servers or on the disk."""
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
         for version in range(50):
@@ -110,8 +110,8 @@ async def test_fifty_versions_leave_two_adapters_and_two_folders(tmp_path: Path)
     assert len(run.folders()) <= 3  # the last removal may have been overtaken by the end of the run
 
 
-async def test_a_held_version_stays_until_its_last_holder_is_gone(tmp_path: Path) -> None:
-    """Versions are counted out, not aged out; once unpinned the adapter and then its folder go (FAILURES.md 68)."""
+async def test_a_pinned_version_stays_until_its_last_pin_is_gone(tmp_path: Path) -> None:
+    """Versions are counted out, not aged out; once unpinned the adapter and then its folder go."""
     one = ScriptedServer()
     async with _running(tmp_path, one) as run:
         await run.publish(0)
@@ -138,7 +138,7 @@ async def test_a_version_is_not_served_before_it_is_published(tmp_path: Path) ->
 
 
 async def test_a_folder_is_never_removed_before_the_server_let_go_of_it(tmp_path: Path) -> None:
-    """While an unload is not answered, publication goes on and the folder stays; then it goes (FAILURES.md 62, 69)."""
+    """While an unload is not answered, publication goes on and the folder stays; then it goes."""
     one = ScriptedServer()
     one.fault("/unload_lora_adapter", Fault(hold=True))
     async with _running(tmp_path, one) as run:
@@ -184,7 +184,7 @@ async def test_adapters_of_an_earlier_process_of_the_run_are_swept(tmp_path: Pat
 
 
 async def test_an_adapter_that_the_server_does_not_use_stops_the_run(tmp_path: Path) -> None:
-    """The server takes the adapter and answers with the base weights: the probe sees it (FAILURES.md 70)."""
+    """The server takes the adapter and answers with the base weights: the probe sees it."""
     async with _running(tmp_path, ScriptedServer(), ScriptedServer(ignores_adapters=True)) as run:
         await run.publish(0)
         with pytest.raises(ProbeMismatch, match="http://two:30000 does not hold version 1"):
@@ -220,7 +220,7 @@ async def test_a_server_that_does_not_take_a_version_is_quarantined(tmp_path: Pa
 
 @pytest.mark.virtual_clock
 async def test_a_server_that_hangs_in_a_load_holds_the_publication_for_a_bounded_time(tmp_path: Path) -> None:
-    """At the deadline it is quarantined, and the version is live on the others (FAILURES.md 64)."""
+    """At the deadline it is quarantined, and the version is live on the others."""
     one, two = ScriptedServer(), ScriptedServer()
     async with _running(tmp_path, one, two) as run:
         one.fault("/load_lora_adapter", Fault(hold=True))
@@ -315,7 +315,7 @@ async def test_adapters_travel_in_requests_without_a_folder(tmp_path: Path) -> N
 
 
 async def test_an_adapter_without_a_folder_is_counted_out_too(tmp_path: Path) -> None:
-    """No server could bring it back, so it stays while it is held, and no late request names it (FAILURES.md 68)."""
+    """No server could bring it back, so it stays while it is pinned, and no late request names it."""
     one = ScriptedServer()
     async with _with_tensors(tmp_path, one) as run:
         await run.publish(0)
@@ -350,9 +350,9 @@ async def test_a_restarted_server_gets_adapters_from_the_staged_copies(tmp_path:
 async def test_fifty_versions_under_load_stay_within_the_window(
     tmp_path: Path, open_run: Callable[..., AbstractAsyncContextManager[Run]]
 ) -> None:
-    """Trajectories hold their versions while others are published: none is missing, and only what is needed is there.
+    """Trajectories pin their versions while others are published: none is missing, and only what is needed is there.
 
-    The window is the two newest, those that somebody holds, and one that is just being unloaded (FAILURES.md 62, 67).
+    The window is the two newest, those that somebody has pinned, and one that is just being unloaded.
     """
     draw = random.Random(0)
     one, two = (ScriptedServer(seconds=lambda call: 0.5 + draw.randrange(7)) for _ in range(2))

@@ -127,8 +127,8 @@ def test_no_token_is_sampled_on_a_prefix_older_than_the_rule(
 ) -> None:
     """Requests cross updates and prefixes are reused, within the bound; what would break it ends before the update.
 
-    The namespace says whose context a request may reuse, and the spans whose weights its tokens are of
-    (FAILURES.md 41). What does not have to be forgotten is not.
+    The namespace says whose context a request may reuse, and the spans whose weights its tokens are of.
+    What does not have to be forgotten is not.
     """
     crossed, reused, ended = 0, 0, 0
     for seed in range(6):

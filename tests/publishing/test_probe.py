@@ -106,7 +106,7 @@ def _names(folder: Path) -> list[str]:
 
 
 async def test_a_version_appears_complete_or_not_at_all(tmp_path: Path) -> None:
-    """While the learner writes there is no folder of that name, and a failed export leaves none (FAILURES.md 62)."""
+    """While the learner writes there is no folder of that name, and a failed export leaves none."""
     seen: list[bool] = []
 
     class Learner(ThetaLearner):
@@ -132,7 +132,7 @@ async def test_a_version_appears_complete_or_not_at_all(tmp_path: Path) -> None:
 
 
 async def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    """Neither its unfinished folder nor its version that was never recorded ends up in ours (FAILURES.md 62)."""
+    """Neither its unfinished folder nor its version that was never recorded ends up in ours."""
     for name in ("v000003", ".v000003.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "old").touch()

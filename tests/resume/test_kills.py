@@ -61,8 +61,7 @@ def _images(plan: Plan, folder: Path) -> tuple[Life, list[Path]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recovery", ["stateless", "snapshot", "drop"])
 def test_a_kill_before_any_write_changes_no_parameter(tmp_path: Path, recovery: str) -> None:
-    """Half a journal entry, half a snapshot, half saved weights: whatever is left gives the same run to the last bit
-    (FAILURES.md 62)."""
+    """Half a journal entry, half a snapshot, half saved weights: what is left gives the same run to the last bit."""
     plan = Plan(steps=3, weights_every=2, recovery=recovery)
     whole, images = _images(plan, tmp_path)
     assert len(images) > 60
@@ -158,7 +157,7 @@ def _survive(plan: Plan, directory: Path, draw: random.Random) -> list[Life]:
 @pytest.mark.parametrize("seed", range(50))
 def test_a_run_survives_any_kills_and_stops(tmp_path: Path, seed: int, max_staleness: int) -> None:
     """Random shapes, moments, task orders and recovery modes: rows exactly once, ages within the bound, the capacity
-    of one run (FAILURES.md 8, 74)."""
+    of one run."""
     plan = _plan(seed, max_staleness)
     lives = _survive(plan, tmp_path, random.Random(seed))
     journal = entries(tmp_path / "run")

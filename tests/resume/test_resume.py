@@ -151,7 +151,7 @@ def test_a_pinned_trajectory_needs_its_version(tmp_path: Path, keeps: bool) -> N
 
 
 def test_capacity_is_that_of_one_run(tmp_path: Path) -> None:
-    """Resumed at a later version, no more groups run before the first commit than without (FAILURES.md 8)."""
+    """Resumed at a later version, no more groups run before the first commit than without."""
     plan = replace(PLAN, max_staleness=2, steps=8, trainer={})
     _stopped(plan, tmp_path, 4.0)
     life = Life(plan, tmp_path)
@@ -175,7 +175,7 @@ class _Half(ScriptedSampler):
 
 
 def test_a_used_budget_stays_used(tmp_path: Path) -> None:
-    """After 7 of 10 tokens the next request asks for 3, also in another process (FAILURES.md 39)."""
+    """After 7 of 10 tokens the next request asks for 3, also in another process."""
     budget = rl.Budget(max_turn_tokens=10, segment_tokens=7, max_turns=1)
     plan = replace(PLAN, turns=1, engine={"budget": budget}, rollout_every=0.3)
 
@@ -199,8 +199,7 @@ class _Flaky(Chat):
 
 
 def test_retries_are_counted_over_processes(tmp_path: Path) -> None:
-    """A member that was tried once before the stop is tried once after it, and then its group is given up
-    (FAILURES.md 18)."""
+    """A member that was tried once before the stop is tried once after it, and then its group is given up."""
     rules = rl.Failures(member_retries=1, group_rerolls=0, retry_delay=5.0, consecutive=50)
     plan = replace(PLAN, steps=2, engine={"failures": rules}, rollout_every=0.3)
 

@@ -26,7 +26,7 @@ def start(prompt: int) -> Trajectory:
 
 
 def test_an_aborted_turn_asks_for_exactly_what_is_left() -> None:
-    """After 7 of 10 tokens the next request asks for 3, whichever bound the 10 came from (FAILURES.md 39)."""
+    """After 7 of 10 tokens the next request asks for 3, whichever bound the 10 came from."""
     for budget in (
         Budget(max_turn_tokens=10),
         Budget(max_generated_tokens=10),

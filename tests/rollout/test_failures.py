@@ -46,7 +46,7 @@ def test_all_failures_of_a_run_can_be_bounded() -> None:
 
 
 def test_dropped_groups_in_a_row_end_the_run_although_members_end_well() -> None:
-    """Every group has a member that fails for good: nothing would ever be trained (FAILURES.md 12)."""
+    """Every group has a member that fails for good: nothing would ever be trained."""
     budget = FailureBudget(Failures(consecutive=3))
     for name in "ab":
         budget.attempt_ended()

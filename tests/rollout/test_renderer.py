@@ -271,7 +271,7 @@ class Burning(Recorder):
 async def test_a_tokenizer_that_computes_long_never_holds_the_loop(
     make_tokenizer: MakeTokenizer, make: type[ChatRenderer | TextRenderer], slow: bool
 ) -> None:
-    """What was quick so far is done at once, anything else in a thread, also the first text (FAILURES.md 57)."""
+    """What was quick so far is done at once, anything else in a thread, also the first text."""
     recorder = Burning(make_tokenizer("chatml"))
     renderer = make(recorder)
     recorder.threads.clear()

@@ -24,7 +24,7 @@ def _load(running: int) -> Fault:
 
 
 async def test_an_abort_that_was_lost_is_repeated() -> None:
-    """The server says that it did it and goes on; its load gives it away, and it is told again (FAILURES.md 20)."""
+    """The server says that it did it and goes on; its load gives it away, and it is told again."""
     one = scripted()
     one.fault("/generate", Fault(hold=True))
     one.fault("/abort_request", Fault(ignore=True))

@@ -19,7 +19,7 @@ _FAULTS = (Fault(), Fault(), Fault(status=503), Fault(status=500), Fault(drop=Tr
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_request_is_answered_or_aborted_and_leaves_nothing(seed: int) -> None:
-    """Under faults, quarantines, removals and cancellation at any await (FAILURES.md 20, 21)."""
+    """Under faults, quarantines, removals and cancellation at any await."""
     rng = random.Random(seed)
     answered: list[Segment] = []
 

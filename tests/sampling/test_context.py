@@ -60,7 +60,7 @@ def _noting(notices: list[Notice]) -> Callable[[Event], None]:
 
 
 async def test_what_does_not_fit_into_the_servers_context_is_truncated_and_not_refused() -> None:
-    """A prompt with its answer beyond the context ends as truncated, whatever the recipe allows (FAILURES.md 55)."""
+    """A prompt with its answer beyond the context ends as truncated, whatever the recipe allows."""
     server = scripted(limits=ScriptedLimits(context_length=64))
     events, notices = Events(), list[Notice]()
     events.subscribe(_noting(notices))

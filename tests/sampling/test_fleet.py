@@ -189,7 +189,7 @@ async def test_servers_follow_their_source() -> None:
 
 @pytest.mark.slow
 async def test_a_dead_and_a_slow_server_get_little_and_sessions_stay_where_they_are() -> None:
-    """Of three servers one dies and one is slow: all is answered, mostly by the third (FAILURES.md 73)."""
+    """Of three servers one dies and one is slow: all is answered, mostly by the third."""
     dead = scripted(seconds=lambda call: 1.0)
     slow = scripted(seconds=lambda call: 100.0, limits=ScriptedLimits(max_running_requests=4))
     well = scripted(seconds=lambda call: 1.0)
@@ -273,7 +273,7 @@ async def test_a_pinned_request_waits_for_a_server_of_its_version() -> None:
 
 
 async def test_a_replica_that_answers_with_another_version_is_looked_at_and_asked_no_more() -> None:
-    """A mix of versions that nobody told of is no younger token: another server is asked (FAILURES.md 43)."""
+    """A mix of versions that nobody told of is no younger token: another server is asked."""
     one, two = scripted(), scripted()
     two.weight_version = "2"
     async with open_client({URL: one, OTHER: two}) as sampler:
@@ -325,7 +325,7 @@ async def test_a_request_that_ignores_its_abort_is_taken_away_after_half_a_minut
 
 
 async def test_a_request_is_clipped_to_the_servers_context_or_refused_without_being_sent() -> None:
-    """One request within the context, then a typed error: nothing is asked twice (FAILURES.md 55)."""
+    """One request within the context, then a typed error: nothing is asked twice."""
     one = scripted(limits=ScriptedLimits(context_length=32))
     async with open_client({URL: one}) as sampler:
         room = sampler.context_tokens

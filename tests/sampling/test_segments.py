@@ -29,7 +29,7 @@ def _reply(ids: list[Any], logprobs: list[Any] | None = None, **meta: Any) -> di
 
 
 def test_nothing_is_added_at_the_end() -> None:
-    """A segment that was cut by its length has no end-of-sequence that nobody sampled (FAILURES.md 37)."""
+    """A segment that was cut by its length has no end-of-sequence that nobody sampled."""
     segment = parse_segment(_reply([3, 4]), request=make_request("t", stop_token_ids=(1,)))
     assert segment.tokens.tolist() == [3, 4]
     assert len(segment.logprobs) == 2
@@ -38,7 +38,7 @@ def test_nothing_is_added_at_the_end() -> None:
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_temperature_is_sent_and_log_probabilities_stay_as_served(temperature: float) -> None:
-    """They are those of the tempered distribution already; dividing them would be wrong (FAILURES.md 35)."""
+    """They are those of the tempered distribution already; dividing them would be wrong."""
     request = make_request("t", temperature=temperature)
     assert generate_body(request, rid="r")["sampling_params"]["temperature"] == temperature
     logprobs = [-1.2345678, -0.1]

@@ -67,7 +67,7 @@ def _watch(sampler: SGLang) -> list[str]:
 
 
 async def test_ids_go_in_and_ids_come_out() -> None:
-    """The segment has the ids that were served, not those of its text, and exact log-probabilities (FAILURES.md 33)."""
+    """The segment has the ids that were served, not those of its text, and exact log-probabilities."""
     one = _server(tokens=lambda call: [7, 8, 9])
     async with _client({URL: one}) as sampler:
         segment = await sampler.sample(_request(ids=(5, 6)))
@@ -103,7 +103,7 @@ async def test_attempts_are_bounded_and_the_error_has_every_reason(fault: Fault)
 
 
 async def test_a_refusal_is_final_and_has_the_servers_words() -> None:
-    """4xx is asked once (FAILURES.md 55)."""
+    """4xx is asked once."""
     one = _server()
     one.fault("/generate", Fault(status=400, body=b'{"error":{"message":"the input is too long"}}'))
     async with _client({URL: one}) as sampler:
@@ -123,7 +123,7 @@ async def test_a_cut_connection_moves_the_request_to_another_server() -> None:
 
 
 async def test_a_dead_server_loses_its_requests_and_comes_back_only_when_restored() -> None:
-    """A server that was away gets no request until it was brought back to the policy (FAILURES.md 65)."""
+    """A server that was away gets no request until it was brought back to the policy."""
     one, two = _server(), _server()
     restored: list[str] = []
 
@@ -175,7 +175,7 @@ async def test_without_any_server_the_wait_is_bounded() -> None:
 
 
 async def test_cancelling_aborts_the_request_where_it_runs() -> None:
-    """Cancellation ends the request on the server and is not swallowed (FAILURES.md 20)."""
+    """Cancellation ends the request on the server and is not swallowed."""
     one = _server()
     one.fault("/generate", Fault(hold=True))
     async with _client({URL: one}) as sampler:
@@ -233,7 +233,7 @@ def _mislabel(reply: dict[str, Any]) -> None:
 async def test_an_answer_that_must_not_be_trained_is_an_error_and_a_reason_to_look(
     edit: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Nothing is padded or guessed, and the server is looked at before its next request (FAILURES.md 34)."""
+    """Nothing is padded or guessed, and the server is looked at before its next request."""
     one = _server()
     one.fault("/generate", Fault(edit=edit))
     async with _client({URL: one}) as sampler:
@@ -245,7 +245,7 @@ async def test_an_answer_that_must_not_be_trained_is_an_error_and_a_reason_to_lo
 
 
 async def test_an_answer_of_unknown_weights_is_asked_for_again() -> None:
-    """As of a server that was started anew: it is looked at first, and its tokens are nobody's (FAILURES.md 65)."""
+    """As of a server that was started anew: it is looked at first, and its tokens are nobody's."""
     one = _server()
     one.fault("/generate", Fault(edit=_mislabel))
     async with _client({URL: one}) as sampler:
@@ -333,7 +333,7 @@ async def test_trajectories_are_sticky_and_spread_over_servers() -> None:
 
 
 async def test_three_hundred_requests_are_really_in_flight() -> None:
-    """Nothing between the caller and the server holds requests back (FAILURES.md 52)."""
+    """Nothing between the caller and the server holds requests back."""
     one = _server(seconds=lambda call: 10.0)
     async with _client({URL: one}) as sampler, anyio.create_task_group() as tasks:
         for key in range(300):

@@ -54,7 +54,7 @@ def _close_connections(server: uvicorn.Server) -> None:
 
 
 async def test_hundreds_of_cancelled_requests_leave_nothing_behind() -> None:
-    """All are in flight, all are aborted on the server, and the connections after them are sound (FAILURES.md 20)."""
+    """All are in flight, all are aborted on the server, and the connections after them are sound."""
     app = ScriptedServer()
     app.fault("/generate", *[Fault(hold=True)] * 300)
     async with _served(app) as (sampler, _):
@@ -71,7 +71,7 @@ async def test_hundreds_of_cancelled_requests_leave_nothing_behind() -> None:
 
 
 async def test_connections_that_the_server_closed_cost_no_request() -> None:
-    """The client may write into one before it learns of that; the server is not blamed (FAILURES.md 53)."""
+    """The client may write into one before it learns of that; the server is not blamed."""
     app = ScriptedServer()
     async with _served(app) as (sampler, server):
         sampler.events.subscribe(lambda event: pytest.fail(f"{event}"), kinds=(Notice,))
@@ -86,7 +86,7 @@ async def test_connections_that_the_server_closed_cost_no_request() -> None:
 async def test_a_connection_that_breaks_while_the_request_runs_makes_the_server_suspect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever answers next may be another program, so it is looked at first (FAILURES.md 65)."""
+    """Whatever answers next may be another program, so it is looked at first."""
     monkeypatch.setattr(transport, "STALE_S", 0.0)
     app = ScriptedServer()
     app.fault("/generate", Fault(hold=True))
@@ -102,7 +102,7 @@ async def test_a_connection_that_breaks_while_the_request_runs_makes_the_server_
 
 
 async def test_connections_are_opened_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of requests at once are all in flight soon, without a wall of connects (FAILURES.md 52)."""
+    """Hundreds of requests at once are all in flight soon, without a wall of connects."""
     connecting = most = 0
     connect = aiohttp.TCPConnector._create_direct_connection
 
@@ -137,7 +137,7 @@ async def test_a_connection_cut_within_the_answer_is_tried_again() -> None:
 
 
 def test_too_few_open_files_are_told_with_the_number_that_is_needed() -> None:
-    """More requests than file descriptors would fail one by one much later (FAILURES.md 52)."""
+    """More requests than file descriptors would fail one by one much later."""
     require_open_files(1)
     with pytest.raises(ConfigError, match=re.escape("raise the limit to at least 1000000256")):
         require_open_files(10**9)

@@ -153,10 +153,7 @@ _DEADLINES = Shape(
     "shape", [_SYNCHRONOUS, _ASYNCHRONOUS, _DEADLINES], ids=["synchronous", "asynchronous", "deadlines"]
 )
 def test_a_run_can_be_stopped_at_every_await(shape: Shape, way: Way) -> None:
-    """No request, slot, version, environment or gradient stays, the accounts balance, and the clock never deadlocks.
-
-    (FAILURES.md 21)
-    """
+    """No request, slot, version, environment or gradient stays, the accounts balance, and the clock never deadlocks."""
     at = 1
     while _stop_at(at, shape, way):
         at += 1

@@ -36,7 +36,6 @@ def test_a_trajectory_a_hundred_times_slower_is_waited_for_and_trained(
     """No commit passes its due step. Meanwhile every slot of 4.3 is used: all free ones are sampled to their end.
 
     Two groups a step, two turns of a second and a tool of half a second each: a trajectory takes 3 s, the slow one 300.
-    (FAILURES.md 5)
     """
     run = Run(
         Shape(

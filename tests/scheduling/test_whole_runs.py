@@ -51,10 +51,7 @@ def test_random_runs_go_to_the_limits(max_staleness: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_synchronous_training_never_uses_a_token_from_before_the_last_commit(seed: int) -> None:
-    """With a bound of 0 every sampling request of a step starts after the commit, and the publication, before it.
-
-    (FAILURES.md 10)
-    """
+    """With a bound of 0 every sampling request of a step starts after the commit, and the publication, before it."""
     run = Run(drawn(seed, max_staleness=0))
     run.play(seed)
     commits = {0: 0.0} | {event.version: event.time for event in run.of(VersionCommitted)}

@@ -162,7 +162,7 @@ async def test_an_unknown_version_is_refused() -> None:
 
 
 async def test_a_server_that_dies_is_reported_and_started_again_at_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notice has the exit code; the new one is another process with the same URL (FAILURES.md 65)."""
+    """The notice has the exit code; the new one is another process with the same URL."""
     monkeypatch.setattr(sglangserver, "_FIRST_BACK_OFF_S", 0.01)
     server = SGLangServer(_options(), plan=_plan())
     seen: list[Notice] = []

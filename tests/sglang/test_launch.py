@@ -68,7 +68,7 @@ async def test_a_server_that_crashes_comes_back_with_the_current_adapter(
 ) -> None:
     """Its process that computes is killed; the same URL answers again, with the version that was published.
 
-    Learner and server agree about the probe at every publication, before and after (FAILURES.md 65).
+    Learner and server agree about the probe at every publication, before and after.
     """
     model, lora = tiny_model("qwen3"), rl.LoraConfig(r=4, alpha=8)
     sampler = rl.SGLang.launch(

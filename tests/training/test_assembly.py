@@ -279,7 +279,7 @@ def test_a_span_at_the_bound_is_trained() -> None:
 
 
 def test_a_batch_that_is_all_stale_has_no_gradient() -> None:
-    """Everything masked: no sequence, nothing divided by zero, no active group (FAILURES.md 46)."""
+    """Everything masked: no sequence, nothing divided by zero, no active group."""
     assembly = _assembly(GroupCentered(), version=2, stale_policy="mask_span")
     assert assembly.add([_group(0, _member(1.0), _member(0.0))]) == []
     assert list(chain.from_iterable(assembly.finish())) == []

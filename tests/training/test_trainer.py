@@ -194,7 +194,7 @@ class _Flat(_Env):
 
 
 def test_a_batch_without_gradient_makes_no_version() -> None:
-    """It counts as a step, its slots come back at once, and the optimizer is not called (FAILURES.md 46)."""
+    """It counts as a step, its slots come back at once, and the optimizer is not called."""
     case = _Case(env=_Flat)
     run_virtual(case.run)
     assert [(step.n, step.model_step) for step in case.steps] == [(1, 0), (2, 0), (3, 0)]
@@ -204,7 +204,7 @@ def test_a_batch_without_gradient_makes_no_version() -> None:
 
 
 def test_every_step_has_the_same_metrics() -> None:
-    """Keys do not come and go with what happened (FAILURES.md 81)."""
+    """Keys do not come and go with what happened."""
     flat = _Case(env=_Flat)
     run_virtual(flat.run)
     varied = _Case()
@@ -356,10 +356,7 @@ def test_a_slow_trajectory_makes_the_trainer_wait_while_others_sample() -> None:
 
 
 def test_evaluation_is_of_one_version_and_outside_of_training() -> None:
-    """Before the first and after the last step, under the published version; its segments are not in the metrics.
-
-    (FAILURES.md 77)
-    """
+    """Before the first and after the last step, under the published version; its segments are not in the metrics."""
     case = _Case(evaluator=rl.Evaluator(rows=[0, 1, 2], group_size=2), max_staleness=2)
     run_virtual(case.run)
     assert [event.version for event in case.of(EvaluationFinished)] == [0, 3]
@@ -542,7 +539,7 @@ def test_what_a_deadline_can_lose_is_acknowledged_and_said_once(fate: Any, names
 
 @pytest.mark.parametrize("rule", ["mask_span", "keep"])
 def test_rules_without_a_bound_do_not_wait_and_say_so(rule: Any) -> None:
-    """One warning; a straggler holds nobody up; kept, its age is in the metrics, masked, its share (FAILURES.md 5)."""
+    """One warning; a straggler holds nobody up; kept, its age is in the metrics, masked, its share."""
 
     def seconds(request: SegmentRequest) -> float:
         return 100.0 if request.trajectory_id == "000000-000" else 1.0
