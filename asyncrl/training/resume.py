@@ -20,7 +20,7 @@ __all__ = ["find_versions"]
 async def find_versions(state: RunState, publisher: Publisher, *, pins: bool, events: Events) -> None:
     """Prepare the unfinished trajectories of ``state`` for the versions that there will be: its own, and older ones.
 
-    ``pins``: trajectories keep their version. Each of them then holds it from now on.
+    ``pins``: trajectories keep their version, which each of them has pinned from now on.
     """
     for _, traj in state.unfinished:
         if not pins or not traj.generated_tokens or traj.over or traj.truncated is not None:

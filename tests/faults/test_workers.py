@@ -238,7 +238,7 @@ async def test_a_call_inside_of_a_loop_of_another_kind_works() -> None:
     assert await graders.double(5) == 10
 
 
-def test_run_in_a_running_loop_says_what_to_write(tmp_path: Path) -> None:
+def test_run_in_a_running_loop_says_what_to_write() -> None:
     """As in a notebook, whose cells run in a loop."""
 
     async def cell() -> None:

@@ -20,7 +20,6 @@ from asyncrl.checkpoint.journal import Journal
 from asyncrl.testing import VirtualClock
 from tests.resume.runs import Life, Plan, assert_ages, entries, image
 
-SYNCHRONOUS = Plan(steps=3, weights_every=2)
 ASYNCHRONOUS = Plan(steps=4, max_staleness=1, weights_every=100, trainer={}, flat_rows=frozenset({2}))
 
 
