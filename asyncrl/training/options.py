@@ -39,48 +39,27 @@ _MAY_CHANGE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingOptions:
-    """What ``AsyncTrainer`` is called with. Raises ``ConfigError`` for what cannot run, with what to change."""
+    """What ``AsyncTrainer`` is called with, which says what each is. ``ConfigError`` for what cannot run."""
 
     engine: RolloutEngine
-    """What samples: the policy, its environment and their budget."""
     groups_per_step: int
-    """Groups of a batch. Each batch with a gradient makes a version."""
     optimizer: Adam
-    """The optimizer of the learner, and its learning rate."""
     group_size: int = 16
-    """Trajectories of a group."""
     max_staleness: int = 2
-    """The largest age, in versions, of any trained token; 0 is synchronous training."""
     advantage: Advantage = field(default_factory=GroupCentered)
-    """From the rewards of groups to one number for each trajectory; ``GroupCentered`` subtracts the group's mean."""
     completion: GroupCompletion = field(default_factory=GroupCompletion)
-    """When a group is complete: with all of its members, or at a deadline for the slowest."""
     loss: str | Loss = "cispo"
-    """A loss object of ``asyncrl.learning.losses``, or its name, such as "cispo"."""
     normalize: Normalize = "token"
-    """What the sum over tokens is divided by: token, sequence, prompt, batch or sum."""
     stale_policy: StalePolicy = "wait"
-    """``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and masks spans older
-    than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound (``allow_unbounded_staleness=True``)."""
     batch_order: BatchOrder = "completion"
-    """``completion`` trains the ready groups that are due first, ``admission`` all groups in the order of rows."""
     repeat_dataset: bool = True
-    """Rows are used again from the start when they end."""
     truncation: Truncation = field(default_factory=Truncation)
-    """What is trained of trajectories that a budget or a deadline has ended."""
     forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None = "auto"
-    """"auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch`` sets its chunk size; None
-    turns it off."""
     evaluator: Evaluator | None = None
-    """Measures the policy on rows of its own while it is trained; None measures nothing."""
     allow_trajectory_loss: bool = False
-    """Acknowledges options by which sampled trajectories, or parts of them, are not trained."""
     allow_unbounded_staleness: bool = False
-    """Acknowledges ``stale_policy="keep"``."""
     checkpointing: Checkpointing | None = None
-    """Keep the run's state on disk, and go on from what is there; None keeps nothing."""
     events: Events = field(default_factory=Events)
-    """The stream that reports everything that happens."""
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -95,7 +95,30 @@ async def _publish(run: TrainingRun, versions: MemoryObjectReceiveStream[int]) -
 
 
 class AsyncTrainer(TrainingOptions):
-    """Trains the engine's policy. Its options, all by keyword, are the fields of ``TrainingOptions``."""
+    """Trains the engine's policy. Raises ``ConfigError`` for what cannot run, with what to change.
+
+    ``engine``: what samples: the policy, its environment and their budget.
+    ``groups_per_step``: groups of a batch; each batch with a gradient makes a version.
+    ``group_size``: trajectories of a group.
+    ``optimizer``: the learner's, with its learning rate.
+    ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
+    ``advantage``: from the rewards of groups to one number for each trajectory.
+    ``completion``: when a group is complete: with all of its members, or at a deadline for the slowest.
+    ``loss``: a loss object of ``asyncrl.learning.losses``, or its name, such as "cispo".
+    ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
+    ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and
+    masks spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound
+    (``allow_unbounded_staleness=True``).
+    ``batch_order``: ``completion`` trains the ready groups that are due first, ``admission`` all in the order of rows.
+    ``repeat_dataset``: rows are used again from the start when they end.
+    ``truncation``: what is trained of trajectories that a budget or a deadline has ended.
+    ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch``
+    sets its chunk size; None turns it off.
+    ``evaluator``: measures the policy on rows of its own while it is trained; None measures nothing.
+    ``allow_trajectory_loss``, ``allow_unbounded_staleness``: acknowledge options that lose training data, or the bound.
+    ``checkpointing``: keep the run's state on disk, and go on from what is there; None keeps nothing.
+    ``events``: the stream that reports everything that happens.
+    """
 
     def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
         """Train for ``steps`` batches and yield a ``Step`` after each.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, get_args
 
 import anyio
@@ -583,6 +584,11 @@ def test_a_wrong_keyword_is_refused_under_the_name_that_users_call() -> None:
     """The options are the fields of another class, which nobody has heard of."""
     with pytest.raises(TypeError, match=r"^AsyncTrainer\.__init__\(\) .*'learning_rate'"):
         rl.AsyncTrainer(learning_rate=1e-5)  # type: ignore[call-arg]
+
+
+def test_the_help_of_a_trainer_says_what_each_option_is() -> None:
+    """They stand in the docstring of the class that users call."""
+    assert all(f"``{option.name}``" in (rl.AsyncTrainer.__doc__ or "") for option in fields(rl.AsyncTrainer))
 
 
 def test_a_policy_serves_one_run_at_a_time() -> None:
