@@ -209,9 +209,9 @@ def _run_directory(recipe: Recipe, chosen: Path | None, resume: Path | None) -> 
         raise ConfigError.for_value("--run-dir", str(chosen), "a folder that can be made")
     found = [name for name in _RUN_FILES if os.path.lexists(chosen / name)]
     if found:
-        way = f"go on with that one by --resume {chosen}, or " if found[0] == _RUN_FILES[0] else ""
+        hint = f"go on with that one by --resume {chosen}, or " if found[0] == _RUN_FILES[0] else ""
         raise ConfigError(
-            f"--run-dir is {shown(str(chosen))}, which has the files of another run ({', '.join(found)}): {way}use "
+            f"--run-dir is {shown(str(chosen))}, which has the files of another run ({', '.join(found)}): {hint}use "
             "another folder"
         )
     return chosen

@@ -145,7 +145,7 @@ class Policy:
             await loaded.wait()
             publisher, fleet = self._publisher, self._sampler.fleet
             if publisher is None:
-                assert home is not None and fleet is not None, "see __init__"
+                assert home is not None and fleet is not None, "without servers a policy has a publisher of its own"
                 publisher = await self._publishing.publisher(fleet, home, stack, kv_cache=kv_cache)
             yield OpenPolicy(learner=self.learner, sampler=self._sampler, publisher=publisher)
 
