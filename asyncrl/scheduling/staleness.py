@@ -56,8 +56,12 @@ def feasible(
 
     ``taken``: those of them that a batch takes before. O(S log S) for a bound of S, whatever the number of groups.
     """
-    left = {due: count - taken.get(due, 0) for due, count in outstanding_due.items()}
-    return not needed(left, version=version, groups_per_step=groups_per_step)
+    count = 0  # as in ``needed``, but made to be asked at each event: no copy, and no look beyond the first refusal
+    for due in sorted(outstanding_due):
+        count += outstanding_due[due] - taken.get(due, 0)
+        if count > max(0, due - version + 1) * groups_per_step:
+            return False
+    return True
 
 
 def needed(outstanding_due: Mapping[int, int], *, version: int, groups_per_step: int) -> int:
