@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError
-from asyncrl.files import settle
 from asyncrl.learning.base import Learner
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
@@ -210,7 +209,7 @@ def _cache_name(reference: str, source: str | None) -> str:
 
 
 def _write_model(build: object, folder: Path, reference: str) -> None:
-    """Whole or not at all: another run may make the same model at the same time."""
+    """Whole or not at all. Another run may make the same model at the same time: the first stays, it is in use."""
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
@@ -219,7 +218,10 @@ def _write_model(build: object, folder: Path, reference: str) -> None:
     try:
         expects = "a function that takes a folder and writes a model into it"
         call("model.source", reference, build, temporary, expects=expects)
-        if not folder.is_dir():
-            settle(temporary, folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

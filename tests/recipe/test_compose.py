@@ -50,6 +50,13 @@ def build(directory):
     (directory / "config.json").write_text('{"vocab_size": 8}')
 
 
+def late_build(directory):
+    (directory / "config.json").write_text("second")
+    first = directory.with_name(directory.name[1:].rpartition(".")[0])  # what another run has made meanwhile
+    first.mkdir()
+    (first / "config.json").write_text("first")
+
+
 def broken_build(directory):
     (directory / "half").write_text("")
     raise RuntimeError("out of disk")
@@ -201,6 +208,14 @@ def test_a_model_source_that_fails_leaves_nothing(recipe: Path) -> None:
     ):
         _compose(recipe)
     assert list((recipe.parent / "cache/asyncrl/models").iterdir()) == []
+
+
+def test_a_model_that_another_run_has_made_meanwhile_stays(recipe: Path) -> None:
+    """That run may be reading it; the same model made later is thrown away."""
+    _use_source(recipe, "late_build")
+    folder = _compose(recipe).engine.policy.learner.model_path
+    assert (folder / "config.json").read_text(encoding="utf-8") == "first"
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name]
 
 
 def test_a_refused_combination_makes_no_model(recipe: Path) -> None:
