@@ -107,17 +107,7 @@ def checked_messages(value: object, function: Any, *, least: int = 0) -> list[Me
         refuse("the answer", value, f"{_MESSAGES}, at least {least} of them", function)
     messages: list[Message] = []
     for message in value:
-        if (
-            type(message) is dict
-            and len(message) == 2
-            and type(role := message.get("role")) is str
-            and role in ROLES
-            and type(content := message.get("content")) is str
-            and content.isascii()
-        ) or _is_usual(message):
-            messages.append(message.copy())
-        else:
-            messages.append(_message(message, len(messages), function))
+        messages.append(message.copy() if _is_usual(message) else _message(message, len(messages), function))
     return messages
 
 
