@@ -108,7 +108,7 @@ class Generation(Generic[W]):
 
     def _stop(self, decode: Callable[[Sequence[int]], str]) -> str | None:
         longest = max(map(len, self.wire.stop))
-        text = decode(self.tokens[self.prompt_tokens :][-longest - _TAIL_TOKENS :])
+        text = decode(self.tokens[max(self.prompt_tokens, len(self.tokens) - longest - _TAIL_TOKENS) :])
         return next((stop for stop in self.wire.stop if stop in text), None)
 
     def _text(self, output_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
