@@ -70,8 +70,9 @@ class TrainingOptions:
 
     @property
     def loss_object(self) -> Loss:
-        """``loss``, made if it was a name."""
-        return loss_from(self.loss)
+        """``loss``, which was made if it was a name."""
+        assert not isinstance(self.loss, str), "see __post_init__"
+        return self.loss
 
     @property
     def stale_rule(self) -> StaleRule:
