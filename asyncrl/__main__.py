@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 
 __all__: list[str] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, StepFinished
 from asyncrl.observe.summary import RunSummary
@@ -404,7 +404,7 @@ def test_the_second_signal_exits_at_once(number: signal.Signals, code: int) -> N
     """Even if what the first one asked to stop never does."""
     script = f"""
 import os, anyio
-from asyncrl.cli import _until_signal
+from asyncrl.cli.common import until_signal
 
 async def stuck():
     os.kill(os.getpid(), {int(number)})
@@ -415,7 +415,7 @@ async def stuck():
         with anyio.CancelScope(shield=True):
             await anyio.sleep_forever()
 
-anyio.run(_until_signal, stuck)
+anyio.run(until_signal, stuck)
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr

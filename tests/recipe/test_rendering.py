@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from tests.rollout.families import KINDS, make_family_tokenizer
 
 RECIPE = """

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import asyncrl as rl
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from asyncrl.recipe import compose as composition
 from asyncrl.recipe.compose import ComposedRun, _checkpointing
 from asyncrl.recipe.config import Recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError, ServerUnavailable
 from asyncrl.sampling.sources import KNOWN_VERSIONS
 from asyncrl.servers import install

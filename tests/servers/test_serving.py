@@ -12,7 +12,7 @@ import orjson
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from asyncrl.learning.options import LoraConfig
 from asyncrl.servers import sglangcommand
 from asyncrl.servers.serving import read_options
@@ -75,7 +75,7 @@ async def test_the_server_runs_in_the_foreground_until_a_signal(number: signal.S
     """One JSON line when it is ready; its messages on stderr; nothing left after it."""
     script = f"""
 import sys
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from asyncrl.servers import sglangcommand
 from asyncrl.servers.sglangcommand import Command
 sglangcommand.plan_command = lambda options, machine: Command(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 from asyncrl.events import Event
 from asyncrl.simulation.command import default_steps
 from asyncrl.simulation.grid import Point, own_point
@@ -200,7 +200,7 @@ def test_a_simulation_imports_neither_torch_nor_the_environment(command: _Comman
     """Without a picture matplotlib is not loaded either; the recipe's env.py does not exist."""
     script = f"""
 import sys
-from asyncrl.cli import main
+from asyncrl.cli.main import main
 assert main(["simulate", {str(command.folder / "recipe.toml")!r}, "--steps", "1", "--no-picture"]) == 0
 print(sorted({{"torch", "transformers", "peft", "matplotlib"}} & set(sys.modules)), file=sys.stderr)
 """

@@ -1,0 +1,56 @@
+"""The ``asyncrl`` command: train | demo | eval | serve | install-sglang | simulate | render.
+
+It reads the arguments, hands them to a command, and maps what happens to an exit code. Each command is a file beside
+this one; composition is in ``recipe``, the work in its owners.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import traceback
+from collections.abc import Sequence
+
+from asyncrl.cli import evaluate, render, serve, simulate, train
+from asyncrl.cli.common import EPILOG, Commands, say
+from asyncrl.concurrency.endings import first_error
+from asyncrl.errors import ConfigError
+from asyncrl.observe.pipes import lasting_streams
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    with lasting_streams():
+        # Once the run has begun an error is the run's, also if its class is that of a wrong option.
+        arguments = _parser().parse_args(argv, argparse.Namespace(published=[]))
+        try:
+            arguments.command(arguments)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except Exception as error:  # noqa: BLE001  the top: every error becomes a message and an exit code
+            return _report(first_error(error), debug=arguments.debug, begun=bool(arguments.published))
+        return 0
+
+
+def _report(error: BaseException, *, debug: bool, begun: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    refused = isinstance(error, ConfigError) and not begun
+    text = str(error) if refused else f"failed: {type(error).__name__}: {error}"
+    say("\n".join([text, *getattr(error, "__notes__", ())]))
+    return 2 if refused else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Asynchronous reinforcement learning of language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = Commands(parser)
+    for command in (train, evaluate, simulate, render, serve):
+        command.add(commands)
+    return parser
