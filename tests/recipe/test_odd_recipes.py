@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl import cli
+from asyncrl.cli.main import main
 from asyncrl.recipe.config import SECTIONS, load_recipe
 
 CODE = """
@@ -197,7 +197,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pass
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cli, "_run_steps", no_steps)
+    monkeypatch.setattr("asyncrl.cli.train._run_steps", no_steps)
     (tmp_path / "env.py").write_text(CODE, encoding="utf-8")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
@@ -211,7 +211,7 @@ def _train(folder: Path, content: str | bytes, *arguments: str) -> tuple[int, st
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
-        code = cli.main(["train", str(recipe), "--run-dir", str(run), *arguments])
+        code = main(["train", str(recipe), "--run-dir", str(run), *arguments])
     if code == 0:
         assert orjson.loads((run / "run.json").read_bytes())["configuration"]
     else:
@@ -310,7 +310,7 @@ def test_files_are_refused_by_name(folder: Path, content: str | bytes, message: 
 def test_a_folder_is_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor is a path that no system has."""
     for path, message in ((str(tmp_path), "Is a directory"), ("a\0b", "null byte"), ("x" * 5000, "File name too long")):
-        assert cli.main(["train", path]) == 2
+        assert main(["train", path]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -322,7 +322,7 @@ def test_what_cannot_be_a_run_directory_is_refused(folder: Path, option: str, pa
     recipe = folder / "recipe.toml"
     recipe.write_text(_recipe({}), encoding="utf-8")
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        assert cli.main(["train", str(recipe), option, str(folder / path)]) == 2
+        assert main(["train", str(recipe), option, str(folder / path)]) == 2
     assert f"{option} is " in stderr.getvalue()
 
 
