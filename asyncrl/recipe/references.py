@@ -12,7 +12,6 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.plain import error_text, shown
+from asyncrl.rollout.usercode import place_of
 from asyncrl.rollout.worker import load_file
 
 __all__ = ["call", "refuse", "require_keywords", "resolve"]
@@ -72,7 +72,8 @@ def call(key: str, reference: str, function: Any, *arguments: object, expects: s
 
 def refuse(key: str, reference: str, what: str, error: BaseException) -> ConfigError:
     """The error that says what the user's code did, and where in it."""
-    return ConfigError(f"{key} is {shown(reference)}, which {what}: {error_text(error)}{_place(error)}")
+    place = place_of(error)
+    return ConfigError(f"{key} is {shown(reference)}, which {what}: {error_text(error)}{place and f' ({place})'}")
 
 
 def require_keywords(key: str, reference: str, function: Any, keywords: Mapping[str, object]) -> None:
@@ -92,17 +93,6 @@ def require_keywords(key: str, reference: str, function: Any, keywords: Mapping[
         signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(f"[{key}]: {shown(reference)}: {error}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Where the user's code was: the innermost place outside the standard library and what is installed."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_foreign(frame.filename)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _is_foreign(file: str) -> bool:
-    # Frames of ``importlib`` have such a name.
-    return file.startswith(("<frozen", str(Path(__file__).parents[1]), str(Path(inspect.__file__).parent)))
 
 
 def _module_from_file(file: Path) -> ModuleType:

@@ -11,16 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Never
 
 import orjson
 
-import asyncrl
 from asyncrl.errors import ConfigError, InvalidValue, require_count
 from asyncrl.plain import are_plain, jsonable, metric, number, numbers, shown, text, uncopyable_parts
 from asyncrl.types import Message, Row, Trajectory
@@ -36,7 +33,6 @@ __all__ = [
     "checked_state",
     "checked_turn",
     "place",
-    "raised_at",
     "shared_parts",
 ]
 
@@ -44,9 +40,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "enviro
 """Who may say something. Which of them a model knows is its chat template's business."""
 LARGEST_REWARD = 1e12
 # Its square, summed over a step's tokens, still fits into float32.
-_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_OTHERS = ("<frozen", str(Path(asyncrl.__file__).parent), *_LIBRARIES)
-# Where the code of others stands.
 _MESSAGES = "a list of messages such as {'role': 'user', 'content': '..'}"
 
 
@@ -76,22 +69,6 @@ def place(function: Any) -> str:
     if code is None:
         return name
     return f"{name} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def raised_at(error: BaseException | None) -> str:
-    """The last line of the user's own code that an error came through, or what caused it: ``sums.py:14 in reward``.
-
-    Empty if there is none: all is ours, or a library's.
-    """
-    if error is None:
-        return ""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_OTHERS):
-            found = f"{file}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
-        trace = trace.tb_next
-    return found or raised_at(error.__cause__)
 
 
 def refuse(what: str, value: object, allowed: str, function: Any) -> Never:

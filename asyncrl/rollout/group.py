@@ -22,13 +22,13 @@ from asyncrl.concurrency.endings import LazyCoroutine
 from asyncrl.errors import LearnerError, ObserverError, PublicationError, StalenessError
 from asyncrl.events import DeadlinePassed, Event, GroupFinished, GroupRerolled, MemberDiscarded, MemberFailed
 from asyncrl.plain import error_text
-from asyncrl.rollout.border import raised_at
 from asyncrl.rollout.calls import Deadline
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import is_accident
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, unsampled
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version, restored
+from asyncrl.rollout.usercode import place_of
 from asyncrl.scheduling.slots import OrderedSlots
 from asyncrl.types import DropReason, Group, Trajectory, TruncationCause
 
@@ -172,7 +172,7 @@ class _GroupRun:
                 member=member,
                 attempt=traj.attempt,
                 error=error_text(error),
-                where=raised_at(error),
+                where=place_of(error),
                 generated_tokens=traj.generated_tokens,
             )
             if final is not None:

@@ -191,9 +191,7 @@ def _value(name: str, reply: Reply) -> Any:
         if not isinstance(failure, Exception):
             failure = EnvironmentFailure(f"{name} raised {reply.text}")
     assert isinstance(failure, Exception)
-    if reply.trace:
-        failure.add_note(f"in the worker process:\n{reply.trace}")
-    raise failure
+    raise failure from reply.raised
 
 
 class _Process:

@@ -471,6 +471,6 @@ def test_a_failure_says_where_the_users_code_was(how: str) -> None:
         case.play(1)
     found = case.of(MemberFailed)
     assert found
-    name = "_fails" if how in ("plain", "thread") else "reward"
+    name = "_fails" if how in ("plain", "thread") else r"Fails\.reward"
     for event in found:
         assert re.fullmatch(rf".*test_border\.py:\d+ in {name}", event.where), event

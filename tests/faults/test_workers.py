@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import asyncrl as rl
 from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.rollout.processes import _pool, in_process
+from asyncrl.rollout.usercode import folded_traceback, place_of
 from tests.faults import graders
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -59,7 +61,8 @@ async def test_results_and_errors_that_cannot_be_sent_are_named() -> None:
             await graders.failing(kind)
     with pytest.raises(ValueError, match="no number") as raised:
         await graders.failing("value")
-    assert "graders.py" in raised.value.__notes__[0]
+    assert re.fullmatch(r".*graders\.py:\d+ in failing", place_of(raised.value))
+    assert 'raise ValueError("no number")' in folded_traceback(raised.value)
     assert len(_pool()._idle) == 1
 
 

@@ -203,9 +203,7 @@ def test_a_model_source_is_called_once(recipe: Path) -> None:
 def test_a_model_source_that_fails_leaves_nothing(recipe: Path) -> None:
     """Half a model is never taken for one; the error is the function's own."""
     _use_source(recipe, "broken_build")
-    with pytest.raises(
-        ConfigError, match=r"broken_build', which raised: RuntimeError: out of disk \(.*env\.py, line \d+"
-    ):
+    with pytest.raises(ConfigError, match=r"broken_build', which raised: RuntimeError: out of disk \(.*env\.py:\d+"):
         _compose(recipe)
     assert list((recipe.parent / "cache/asyncrl/models").iterdir()) == []
 

@@ -366,7 +366,7 @@ def test_code_that_cannot_be_used_is_refused_by_name(
     assert message in said
     if "raised" in message:
         line = next(number for number, text in enumerate(CODE.splitlines(), start=1) if text.startswith(f"def {name}"))
-        assert f"({folder / 'env.py'}, line {line + 1})" in said
+        assert f"({folder / 'env.py'}:{line + 1} in {name})" in said
 
 
 @pytest.mark.parametrize(
@@ -395,11 +395,11 @@ def test_a_reference_to_nothing_is_refused_by_name(folder: Path, reference: str,
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("raise RuntimeError('no licence')", "RuntimeError: no licence ({file}, line 3)"),
-        ("import sys; sys.exit('no')", "SystemExit: no ({file}, line 3)"),
-        ("def broken(:", "SyntaxError: invalid syntax (env.py, line 3)"),
-        ("import json; json.loads('{')", "({file}, line 3)"),
-        ("def __getattr__(name): raise KeyError(name)", "KeyError: 'Guess' ({file}, line 3)"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence ({file}:3)"),
+        ("import sys; sys.exit('no')", "SystemExit: no ({file}:3)"),
+        ("def broken(:", "SyntaxError: invalid syntax (env.py, line 3) ({file}:3)"),
+        ("import json; json.loads('{')", "({file}:3)"),
+        ("def __getattr__(name): raise KeyError(name)", "KeyError: 'Guess' ({file}:3 in __getattr__)"),
         ("\udcff", "cannot be imported: SyntaxError"),
     ],
 )
