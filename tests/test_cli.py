@@ -404,7 +404,7 @@ def test_the_second_signal_exits_at_once(number: signal.Signals, code: int) -> N
     """Even if what the first one asked to stop never does."""
     script = f"""
 import os, anyio
-from asyncrl.cli.common import until_signal
+from asyncrl.observe.console import until_signal
 
 async def stuck():
     os.kill(os.getpid(), {int(number)})

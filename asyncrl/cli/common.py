@@ -1,4 +1,4 @@
-"""What the commands share: how they are declared, what they say and print, and how a signal ends them.
+"""What the commands share: how they are declared, the recipe that they read, and the line that they print.
 
 stdout carries the result, stderr everything for people.
 """
@@ -8,23 +8,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.concurrency.signals import cancelled_by
+from asyncrl.observe.console import say
 
 if TYPE_CHECKING:
     from asyncrl.events import Events
     from asyncrl.recipe.config import Recipe
 
-__all__ = ["EPILOG", "Commands", "add_overrides", "load", "print_result", "reporting", "say", "until_signal"]
+__all__ = ["EPILOG", "Commands", "add_overrides", "load", "noting_begin", "print_result"]
 
-_SHOW_CURSOR = "\x1b[?25h"
-# The live line hides it.
 EPILOG = """\
 stdout carries one JSON line, the result; progress and errors go to stderr.
 
@@ -86,40 +82,17 @@ def _demo_recipe() -> Path:
     raise ConfigError(f"the demo's recipe is in neither {found[0]} nor {found[1]}")
 
 
-async def until_signal(work: Callable[[], Awaitable[None]]) -> bool:
-    """Await ``work()``; the first SIGINT or SIGTERM cancels it and makes this True, the second exits the process."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    async with cancelled_by(signals, on_first=_say_that_it_stops, on_second=_show_cursor) as scope:
-        await work()
-    return scope.cancelled_caught
-
-
-def _say_that_it_stops(number: signal.Signals) -> None:
-    say(f"{number.name}: stopping, which takes at most a minute; a second signal exits at once")
-
-
-def _show_cursor() -> None:
-    if sys.stderr.isatty():
-        print(_SHOW_CURSOR, end="", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def reporting(arguments: argparse.Namespace, recipe: Recipe, events: Events, *, steps: int) -> Iterator[None]:
-    """Log lines, and on a terminal a live line, on stderr while the block runs; and whether the run has begun."""
+def noting_begin(arguments: argparse.Namespace, events: Events) -> Iterator[None]:
+    """Errors of the block are the run's own once its first version is live, whatever their class."""
     from asyncrl.events import VersionPublished
-    from asyncrl.observe.logs import LogLines, open_log
-    from asyncrl.observe.progress import show_progress
 
-    style = recipe.run.log
     # Servers and learner are up when the first version is live. Nothing was sampled before.
-    events.subscribe(arguments.published.append, kinds=(VersionPublished,))
-    with contextlib.ExitStack() as stack:
-        stream = sys.stderr
-        if style == "console":
-            stream = stack.enter_context(show_progress(events, steps=steps, stream=stream))
-        log = open_log(stream, style=style, debug=arguments.debug, secrets=recipe.sampler.secrets())
-        stack.callback(events.subscribe(LogLines(log).observe))
+    unsubscribe = events.subscribe(arguments.published.append, kinds=(VersionPublished,))
+    try:
         yield
+    finally:
+        unsubscribe()
 
 
 def print_result(result: dict[str, Any], started: float, stopped: bool) -> None:
@@ -129,8 +102,3 @@ def print_result(result: dict[str, Any], started: float, stopped: bool) -> None:
     if stopped:
         rounded["stopped"] = True
     print(json.dumps(rounded), flush=True)
-
-
-def say(text: str) -> None:
-    """A line for people, on stderr."""
-    print(f"asyncrl: {text}", file=sys.stderr, flush=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import anyio
 
-from asyncrl.cli.common import Commands, add_overrides, load, print_result, reporting, until_signal
+from asyncrl.cli.common import Commands, add_overrides, load, noting_begin, print_result
 from asyncrl.concurrency.endings import keeping_first_error
 from asyncrl.errors import ConfigError
+from asyncrl.observe.console import reporting, until_signal
 
 __all__ = ["add"]
 
@@ -40,6 +41,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             metrics = await evaluator.evaluate(session)
             result.update(heldout=metrics["reward_mean"], **metrics)
 
-    with reporting(arguments, recipe, composed.trainer.events, steps=0):
+    events, style, secrets = composed.trainer.events, recipe.run.log, recipe.sampler.secrets()
+    with (
+        noting_begin(arguments, events),
+        reporting(events, steps=0, style=style, debug=arguments.debug, secrets=secrets),
+    ):
         stopped = anyio.run(until_signal, work, backend="asyncio")
     print_result(result, started, stopped)

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Sequence
 
 from asyncrl.cli import evaluate, render, serve, simulate, train
-from asyncrl.cli.common import EPILOG, Commands, say
+from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import ConfigError
+from asyncrl.observe.console import say
 from asyncrl.observe.pipes import lasting_streams
 
 __all__ = ["main"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import anyio
 
-from asyncrl.cli.common import Commands, add_overrides, load, say
+from asyncrl.cli.common import Commands, add_overrides, load
+from asyncrl.observe.console import say
 
 __all__ = ["add"]
 

@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from asyncrl.cli.common import Commands, say, until_signal
+from asyncrl.cli.common import Commands
+from asyncrl.observe.console import say, until_signal
 from asyncrl.servers.serving import add_server_flags, serve
 
 __all__ = ["add"]

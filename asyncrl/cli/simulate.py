@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from asyncrl.cli.common import Commands, add_overrides, say
+from asyncrl.cli.common import Commands, add_overrides
+from asyncrl.observe.console import say
 from asyncrl.simulation.options import add_simulation_flags, read_options
 
 __all__ = ["add"]

@@ -1,35 +1,26 @@
-"""``asyncrl train`` and ``asyncrl demo``: a recipe into a run directory."""
+"""``asyncrl train`` and ``asyncrl demo``: a recipe or a script into a run directory."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import time
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import anyio
-
-from asyncrl.cli.common import Commands, add_overrides, load, print_result, reporting, until_signal
+from asyncrl.checkpoint.folders import make_folder, new_folder, require_run, require_unused
+from asyncrl.cli.common import Commands, add_overrides, load, noting_begin, print_result
 from asyncrl.errors import ConfigError
-from asyncrl.plain import shown
 
 if TYPE_CHECKING:
-    from asyncrl.events import Event
-    from asyncrl.recipe.compose import ComposedRun
-    from asyncrl.recipe.config import Recipe
+    from asyncrl.training.attended import RunCall, RunEnd
 
 __all__ = ["add"]
-
-_RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "state", "weights", "journal")
 
 
 def add(commands: Commands) -> None:
     """Declare the commands and their flags."""
-    train = commands.add("train", _train, "train a recipe")
-    train.add_argument("recipe", type=Path, help="TOML file; paths in it are relative to it")
+    train = commands.add("train", _train, "train a recipe, or a script that calls rl.run")
+    train.add_argument("recipe", type=Path, help="TOML file, paths in it are relative to it; or a Python file")
     demo = commands.add("demo", _train, "train the guess-a-number recipe, on any machine in about two minutes")
     demo.set_defaults(recipe=None)
     for command in (train, demo):
@@ -42,72 +33,63 @@ def add(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from asyncrl.checkpoint.directory import write_configuration
-    from asyncrl.events import Notice
-    from asyncrl.observe.sinks import read_results
-    from asyncrl.observe.summary import RunSummary
-    from asyncrl.recipe.compose import compose
+    from asyncrl.recipe.scripts import is_script
 
     started = time.monotonic()
+    run = _train_script if is_script(arguments.recipe) else _train_recipe
+    end, directory = run(arguments)
+    print_result({**end.summary, "run_dir": str(directory)}, started, end.stopped)
+
+
+def _train_recipe(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
+    from asyncrl.recipe.compose import compose
+    from asyncrl.training.attended import RunCall, attend
+
     recipe = load(arguments)
-    directory = _run_directory(recipe, arguments.run_dir, arguments.resume)
+    if arguments.resume is not None and recipe.checkpointing is None:
+        raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
+    directory = _folder(arguments) or new_folder(Path(recipe.run.directory), recipe.path.resolve().parent.name)
     composed = compose(recipe, directory=directory)
-    summary = RunSummary()
-    earlier: list[Event] = []
-    if arguments.resume is None:
-        _make_directory(directory)
-        write_configuration(directory, recipe.tables)
-    else:
-        earlier = list(read_results(directory))
-
-    async def work() -> None:
-        await _run_steps(composed, directory)
-
-    events = composed.trainer.events
-    events.subscribe(summary.observe)
-    with reporting(arguments, recipe, events, steps=composed.steps):
-        for event in earlier:
-            if isinstance(event, Notice):
-                events.emit(event)
-            else:
-                summary.observe(event)
-        stopped = anyio.run(until_signal, work, backend="asyncio")
-    print_result({**summary.summary(), "run_dir": str(directory)}, started, stopped)
-
-
-async def _run_steps(composed: ComposedRun, directory: Path) -> None:
-    from asyncrl.observe.sinks import write_events
-
-    steps = composed.trainer.run(composed.rows, steps=composed.steps)
-    async with write_events(directory, composed.trainer.events), contextlib.aclosing(steps):
-        async for _ in steps:
-            pass
-
-
-def _run_directory(recipe: Recipe, chosen: Path | None, resume: Path | None) -> Path:
-    if resume is not None:
-        if recipe.checkpointing is None:
-            raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
-        if not os.path.lexists(resume / _RUN_FILES[0]):
-            raise ConfigError.for_value("--resume", str(resume), "the folder of a run (there is no run.json in it)")
-        return resume
-    if chosen is None:
-        name = f"{recipe.path.resolve().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-        return Path(recipe.run.directory) / name
-    if "\0" in str(chosen):
-        raise ConfigError.for_value("--run-dir", str(chosen), "a folder that can be made")
-    found = [name for name in _RUN_FILES if os.path.lexists(chosen / name)]
-    if found:
-        hint = f"go on with that one by --resume {chosen}, or " if found[0] == _RUN_FILES[0] else ""
-        raise ConfigError(
-            f"--run-dir is {shown(str(chosen))}, which has the files of another run ({', '.join(found)}): {hint}use "
-            "another folder"
+    make_folder(directory, "--run-dir")
+    call = RunCall(trainer=composed.trainer, rows=composed.rows, steps=composed.steps, log=recipe.run.log)
+    with noting_begin(arguments, call.trainer.events):
+        end = attend(
+            call,
+            directory=directory,
+            configuration=recipe.tables,
+            debug=arguments.debug,
+            secrets=recipe.sampler.secrets(),
         )
-    return chosen
+    return end, directory
 
 
-def _make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError.for_value("--run-dir", str(directory), f"a folder that can be made: {error}") from error
+def _train_script(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
+    from asyncrl.recipe.scripts import run_script
+    from asyncrl.training.attended import attend
+    from asyncrl.training.running import keep_in
+
+    path: Path = arguments.recipe
+    if arguments.overrides:
+        raise ConfigError.for_value("--set", arguments.overrides[0], "left out: a script has its own options")
+    ends: list[tuple[RunEnd, Path]] = []
+
+    def make_run(call: RunCall, wanted: Path | None) -> RunEnd:
+        directory = _folder(arguments) or wanted or new_folder(Path("runs"), path.stem)
+        make_folder(directory, "--run-dir")
+        with noting_begin(arguments, call.trainer.events):
+            configuration = {"script": str(path.resolve())}
+            end = attend(
+                keep_in(call, directory), directory=directory, configuration=configuration, debug=arguments.debug
+            )
+        ends.append((end, directory))
+        return end
+
+    run_script(path, make_run)
+    return ends[0]
+
+
+def _folder(arguments: argparse.Namespace) -> Path | None:
+    """The folder that the command names."""
+    if arguments.resume is not None:
+        return require_run(arguments.resume, "--resume")
+    return None if arguments.run_dir is None else require_unused(arguments.run_dir, "--run-dir")

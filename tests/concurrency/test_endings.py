@@ -512,7 +512,7 @@ def test_an_error_in_a_function_of_the_caller_ends_the_run_with_that() -> None:
         raise KeyError("on_step")
 
     with pytest.raises(KeyError, match="on_step") as caught:
-        rl.run(case.trainer, list(range(4)), steps=3, on_step=on_step)
+        rl.run(case.trainer, list(range(4)), steps=3, on_step=on_step, keep=False)
     assert caught.value.__notes__ == ["and also ConfigError: the sampler's end"]
 
 

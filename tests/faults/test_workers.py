@@ -182,7 +182,7 @@ def test_a_training_that_begins_in_a_worker_is_refused(tmp_path: Path) -> None:
         trainer = rl.AsyncTrainer(
             engine=engine, optimizer=rl.Adam(lr=1e-3), groups_per_step=1, group_size=2, max_staleness=0
         )
-        rl.run(trainer, [1], steps=1)
+        rl.run(trainer, [1], steps=1, keep=False)
         if __name__ == "__main__":
             print("trained")
     """

@@ -197,7 +197,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pass
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("asyncrl.cli.train._run_steps", no_steps)
+    monkeypatch.setattr("asyncrl.training.attended._take_steps", no_steps)
     (tmp_path / "env.py").write_text(CODE, encoding="utf-8")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")

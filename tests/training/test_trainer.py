@@ -460,7 +460,7 @@ def test_the_step_runs_in_lock_step_with_the_caller() -> None:
 def test_run_is_for_code_without_an_event_loop() -> None:
     """``rl.run`` returns the steps and calls ``on_step`` with each, in a thread if it is a plain function."""
     seen: list[int] = []
-    steps = rl.run(_Case().trainer, [0, 1], steps=2, on_step=lambda step: seen.append(step.n))
+    steps = rl.run(_Case().trainer, [0, 1], steps=2, keep=False, log="none", on_step=lambda step: seen.append(step.n))
     assert [step.n for step in steps] == seen == [1, 2]
 
 

@@ -1,0 +1,120 @@
+"""A run with everything around it that a person wants: files in its folder, lines on stderr, an end at a signal.
+
+Recipes and scripts run in the same way: ``RunCall`` is what ``rl.run`` was called with, or what a recipe says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import anyio
+import anyio.to_thread
+
+from asyncrl.checkpoint.directory import write_configuration
+from asyncrl.checkpoint.folders import has_run, make_folder
+from asyncrl.concurrency.endings import FirstError
+from asyncrl.events import Notice
+from asyncrl.observe.console import Reporting, reporting, until_signal
+from asyncrl.observe.sinks import read_results, write_events
+from asyncrl.observe.summary import RunSummary
+from asyncrl.training.trainer import AsyncTrainer
+from asyncrl.types import Row, Step
+
+__all__ = ["OnStep", "RunCall", "RunEnd", "attend"]
+
+OnStep: TypeAlias = Callable[[Step], Awaitable[None]] | Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCall:
+    """A run that is to be made."""
+
+    trainer: AsyncTrainer
+    rows: Sequence[Row]
+    steps: int
+    on_step: OnStep | None = None
+    log: Reporting = "console"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended that did not fail."""
+
+    steps: Sequence[Step]
+    """Those of this process, without their trajectories: a long run would keep all of them in memory."""
+    stopped: bool
+    """By a signal."""
+    summary: Mapping[str, object]
+
+
+def attend(
+    call: RunCall,
+    *,
+    directory: Path | None,
+    configuration: Mapping[str, object],
+    debug: bool = False,
+    secrets: Sequence[str] = (),
+) -> RunEnd:
+    """Make the run. ``directory`` gets its files, None: nothing is kept. One that has a run is resumed.
+
+    ``configuration``: what ``run.json`` of a new folder says. Raises whatever ends the run, ``ConfigError`` before
+    anything starts.
+    """
+    events, summary = call.trainer.events, RunSummary()
+    earlier = []
+    if directory is not None and has_run(directory):
+        earlier = list(read_results(directory))
+    elif directory is not None:
+        make_folder(directory, "run_dir")
+        write_configuration(directory, configuration)
+    unsubscribe = events.subscribe(summary.observe)
+    done: list[Step] = []
+
+    async def work() -> None:
+        await _take_steps(call, directory, done)
+
+    async def main() -> bool:
+        saves = call.trainer.checkpointing
+        own = saves is not None and saves.on_signal
+        if own or threading.current_thread() is not threading.main_thread():
+            await work()
+            return False
+        return await until_signal(work)
+
+    with reporting(events, steps=call.steps, style=call.log, debug=debug, secrets=secrets):
+        for event in earlier:
+            if isinstance(event, Notice):
+                events.emit(event)
+            else:
+                summary.observe(event)
+        with FirstError().raised():
+            stopped = anyio.run(main, backend="asyncio")
+    unsubscribe()
+    return RunEnd(steps=done, stopped=stopped, summary=summary.summary())
+
+
+async def _take_steps(call: RunCall, directory: Path | None, done: list[Step]) -> None:
+    """Take the run's steps, with everything in ``directory`` that is written beside them."""
+    steps = call.trainer.run(call.rows, steps=call.steps)
+    async with contextlib.AsyncExitStack() as stack:
+        if directory is not None:
+            await stack.enter_async_context(write_events(directory, call.trainer.events))
+        await stack.enter_async_context(contextlib.aclosing(steps))
+        async for step in steps:
+            await _tell(call.on_step, step)
+            done.append(replace(step, trajectories=()))
+
+
+async def _tell(on_step: OnStep | None, step: Step) -> None:
+    if on_step is None:
+        return
+    if inspect.iscoroutinefunction(on_step):
+        await on_step(step)
+    else:
+        await anyio.to_thread.run_sync(on_step, step)
