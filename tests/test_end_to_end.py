@@ -76,6 +76,7 @@ async def test_what_was_served_is_what_is_trained(model: Path, tmp_path: Path, l
     engine = rl.RolloutEngine(
         rl.Policy(learner, sampler=rl.SGLang(["http://embedded"], transport=transport), directory=tmp_path),
         env=GuessNumber,
+        announce_tools="none",
         budget=rl.Budget(max_turns=5, max_turn_tokens=1),
         sampling_policy="trajectory" if lora else "segment",
         kv_cache=None if lora else rl.KVCache(on_limit="refill", allow_reprefill=True),
@@ -134,7 +135,8 @@ async def test_synchronous_training_has_an_importance_ratio_of_one(model: Path, 
     app = create_app(ServerOptions(model=model))
     sampler = rl.SGLang(["http://embedded"], transport=httpx.ASGITransport(app))
     policy = rl.Policy(rl.TorchLearner(model, threads=1), sampler=sampler, directory=tmp_path)
-    engine = rl.RolloutEngine(policy, env=GuessNumber, budget=rl.Budget(max_turn_tokens=1), temperature=1.3)
+    budget = rl.Budget(max_turn_tokens=1)
+    engine = rl.RolloutEngine(policy, env=GuessNumber, announce_tools="none", budget=budget, temperature=1.3)
     trainer = rl.AsyncTrainer(
         engine=engine, optimizer=rl.Adam(lr=1e-2), groups_per_step=4, group_size=4, max_staleness=0
     )

@@ -20,12 +20,12 @@ from rich.text import Text
 from asyncrl.errors import ConfigError
 from asyncrl.recipe.compose import ComposedPrompts, compose_prompts
 from asyncrl.recipe.config import Recipe
+from asyncrl.rollout.announcement import tagged
 from asyncrl.rollout.border import checked_messages
 from asyncrl.rollout.calls import call_user
-from asyncrl.rollout.chattemplate import result_of
+from asyncrl.rollout.chattemplate import example_call, result_of
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.renderer import ChatRenderer, TextRenderer, load_renderer
-from asyncrl.rollout.roundtrip import example_call
 from asyncrl.rollout.tokenkinds import TokenKind, TokenRun, environment_runs, turn_runs
 from asyncrl.types import IntArray, Message
 
@@ -49,7 +49,7 @@ async def render_row(recipe: Recipe, row: int, *, say: Callable[[str], None]) ->
     prompts = await anyio.to_thread.run_sync(compose_prompts, recipe)
     if not 0 <= row < len(prompts.rows):
         raise ConfigError.for_value("--row", row, f"0 to {len(prompts.rows) - 1}, for data.train has so many rows")
-    how = {name: recipe.engine[name] for name in ("stop", "template_options")}
+    how = {name: recipe.engine[name] for name in ("stop", "template_options", "announce_tools")}
     load = partial(load_renderer, prompts.model, recipe.engine["renderer"], **how)
     renderer = await anyio.to_thread.run_sync(load)
     env = prompts.env()
@@ -97,7 +97,7 @@ def _written(renderer: ChatRenderer | TextRenderer, env: Env, call: Message) -> 
             written = renderer.template.calls(call, env.tools)
             if env.tools[0].name in written:
                 return written
-    return f"<tool_call>{json.dumps(call['tool_calls'][0]['function'])}</tool_call>"
+    return tagged(call)
 
 
 def _print(console: Console, title: str, runs: Sequence[TokenRun]) -> None:

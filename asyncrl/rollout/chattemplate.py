@@ -15,16 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.announcement import AnnounceTools, announced, tagged, with_announcement
 from asyncrl.rollout.callvalues import call_message
 from asyncrl.rollout.controltokens import QUESTION, TURN, ControlTokens, Tokenizer
-from asyncrl.rollout.tools import Tool
+from asyncrl.rollout.notations import NOTATIONS, TAGS, Notation
+from asyncrl.rollout.toolcalls import are_calls, parse_calls
+from asyncrl.rollout.tools import Tool, example_arguments
 from asyncrl.types import Message
 
-__all__ = ["ChatTemplate", "plain", "result_of", "text_of", "turn_of"]
+__all__ = ["ChatTemplate", "example_call", "plain", "result_of", "text_of", "turn_of"]
 
 _ASK: Message = {"role": "user", "content": QUESTION}
 _TURN: Message = {"role": "assistant", "content": TURN}
 _ARGUMENTS = {"x": "b"}
+_KNOWN_TOOL, _KNOWN_ARGUMENTS = "look_up", {"text": "b c", "count": 2, "exact": True}
+_KNOWN_KINDS = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}
 _OWN = (
     "messages",
     "tools",
@@ -41,8 +46,11 @@ class ChatTemplate:
     """Renders with the chat template of ``tokenizer``.
 
     ``options`` are variables of the template, such as ``enable_thinking``. ``ends`` are end tokens that the model is
-    known to sample. Raises ``ConfigError`` for an option that the template never reads, and for a template that cannot
-    be continued: what it writes after a turn has to begin with a special token and not to depend on earlier turns.
+    known to sample. ``announce_tools``: with "text" a system message of ours describes the tools, and with "none"
+    nothing does; in both cases the template is not told of them.
+
+    Raises ``ConfigError`` for an option that the template never reads, and for a template that cannot be continued:
+    what it writes after a turn has to begin with a special token and not to depend on earlier turns.
     """
 
     def __init__(
@@ -52,7 +60,9 @@ class ChatTemplate:
         *,
         ends: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
+        announce_tools: AnnounceTools = "template",
     ) -> None:
+        self.announce_tools = announce_tools
         self._tokenizer = tokenizer
         self._control = control
         self._options = dict(options or {})
@@ -65,6 +75,17 @@ class ChatTemplate:
         texts = [control.texts.get(end, "") or str(tokenizer.decode([end])) for end in self.ends]
         self._end = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
         self._arguments_are_text = self._wants_text()
+        own_reader = getattr(tokenizer, "response_template", None) is not None
+        written = "" if own_reader else self._known_call()
+        found = _notation_of(written)
+        self._in_tags = announce_tools == "text" and found is None and not own_reader
+        markers = set(control.texts.values()) if not written and not own_reader else ()
+        marked = next((notation for notation in NOTATIONS if notation.marker in markers), None)
+        self.notation = TAGS if self._in_tags else found or marked
+        """How the model writes calls; None if the tokenizer's own response template or nothing says so.
+
+        As the template writes them; if it writes none, as models with one of its tokens do."""
+        self._has_system = TURN in (self._try([{"role": "system", "content": TURN}, _ASK]) or "")
 
     @property
     def thinks(self) -> bool:
@@ -76,6 +97,8 @@ class ChatTemplate:
         shielded = [
             self._control.shield(plain(message), model_turn=message.get("role") == "assistant") for message in messages
         ]
+        if self.announce_tools == "text" and tools:
+            shielded = with_announcement(shielded, self._announcement(tools), system=self._has_system)
         return self._write(shielded, tools, generate=generate)
 
     def after(self, turn: Message, new: Sequence[Message], tools: Sequence[Tool], *, generate: bool = True) -> str:
@@ -96,16 +119,27 @@ class ChatTemplate:
         raise refusal
 
     def calls(self, turn: Message, tools: Sequence[Tool]) -> str:
-        """What the template writes for a turn with these calls, without what ends it: how the model is to write it."""
+        """How the model is to write a turn with these calls, without what ends it: as the template writes it.
+
+        If a text of ours describes the tools, and the template writes calls in no way that is read: between tags.
+        """
+        return tagged(turn) if self._in_tags else self._own_calls(turn, tools)
+
+    def _own_calls(self, turn: Message, tools: Sequence[Tool]) -> str:
         calls = turn_of(self._as_wanted(turn["tool_calls"]))
         body = self._model_text(self._write([_ASK, calls], tools, generate=False))
         end = self._end.search(body)
         return body[: end.start()] if end else body
 
+    def _announcement(self, tools: Sequence[Tool]) -> str:
+        schemas = [self._control.shield(tool.schema["function"]) for tool in tools]
+        return announced(schemas, self.calls(example_call(tools[0]), tools))
+
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         from jinja2 import TemplateError
 
-        schemas = [self._control.shield(tool.schema) for tool in tools] or None
+        told = tools if self.announce_tools == "template" else ()
+        schemas = [self._control.shield(tool.schema) for tool in told] or None
         if self._in_parts:
             messages = [
                 message | {"content": [{"type": "text", "text": text_of(message.get("content"))}]}
@@ -203,6 +237,14 @@ class ChatTemplate:
             for call in calls
         ]
 
+    def _known_call(self) -> str:
+        """What it writes for a call that is known here; empty if it writes no calls."""
+        try:
+            text = self._own_calls(turn_of([call_message(_KNOWN_TOOL, _KNOWN_ARGUMENTS)]), ())
+        except ConfigError:
+            return ""
+        return text if _KNOWN_TOOL in text else ""
+
     def _check_options(self) -> None:
         template = self._tokenizer.chat_template
         text = "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
@@ -213,9 +255,23 @@ class ChatTemplate:
                 raise ConfigError.for_value("template_options", name, allowed)
 
 
+def _notation_of(text: str) -> Notation | None:
+    """The notation that reads ``text`` as the known call."""
+    schema = {"function": {"name": _KNOWN_TOOL, "parameters": {"type": "object", "properties": _KNOWN_KINDS}}}
+    for notation in NOTATIONS if text else ():
+        if are_calls(parse_calls(text, notation, tools=[schema]).tool_calls, _KNOWN_TOOL, _KNOWN_ARGUMENTS):
+            return notation
+    return None
+
+
 def turn_of(calls: Sequence[Message]) -> Message:
     """A turn that says nothing beside its calls: what else it said would stand before, behind or in their place."""
     return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def example_call(tool: Tool) -> Message:
+    """A model's turn that calls ``tool`` with arguments that fit its schema."""
+    return turn_of([call_message(tool.name, example_arguments(tool))])
 
 
 def result_of(turn: Message, content: str) -> Message:

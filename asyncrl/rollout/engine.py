@@ -22,6 +22,7 @@ from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, StalenessError, require_choice, require_count
 from asyncrl.events import Events, Notice, VersionPublished
 from asyncrl.publishing.policy import OpenPolicy, Policy
+from asyncrl.rollout.announcement import AnnounceTools
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls, time_of
@@ -155,6 +156,8 @@ class RolloutEngine:
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are), ``auto`` (chat if there
     is a template) or your own.
     ``template_options``: variables of the chat template, such as ``enable_thinking``.
+    ``announce_tools``: who tells the model of the environment's tools: the chat "template", a system message in plain
+    "text", or "none" beside the environment's own messages.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``failures``: how often what fails is tried again, and how many failures end the run.
     ``environment_timeout``: seconds for each call into the environment. ``trajectory_timeout``: for a whole trajectory,
@@ -176,6 +179,7 @@ class RolloutEngine:
         seed: int = 0,
         renderer: Literal["auto", "chat", "text"] | Renderer = "chat",
         template_options: Mapping[str, Any] | None = None,
+        announce_tools: AnnounceTools = "template",
         stop: Sequence[str] = (),
         failures: Failures | None = None,
         environment_timeout: float = 600.0,
@@ -196,6 +200,7 @@ class RolloutEngine:
         self._seed = seed
         self._renderer = renderer
         self._template_options = dict(template_options or {})
+        self._announce_tools = announce_tools
         self._stop = tuple(stop)
         self.failures = failures or Failures()
         self._environment_timeout_s = environment_timeout
@@ -203,6 +208,7 @@ class RolloutEngine:
         if isinstance(stop, str) or not all(isinstance(end, str) and end for end in self._stop):
             raise ConfigError.for_value("stop", stop, "a sequence of texts that are not empty")
         _check_sampling(self.settings)
+        require_choice("announce_tools", announce_tools, AnnounceTools)
         if type(seed) is not int or not abs(seed) < 2**63:
             raise ConfigError.for_value("seed", seed, "an integer of at most 64 bits")
         policy.check_kv_cache(self.settings.kv_cache)
@@ -220,6 +226,7 @@ class RolloutEngine:
             "seed": self._seed,
             "renderer": self._renderer if isinstance(self._renderer, str) else type(self._renderer),
             "template_options": self._template_options,
+            "announce_tools": self._announce_tools,
             "stop": self._stop,
             "lora_rank": self.policy.learner.lora_rank,
         }
@@ -277,14 +284,13 @@ class RolloutEngine:
         return budget
 
     async def _open_renderer(self, model: Path, events: Events) -> Renderer:
-        if not isinstance(self._renderer, str):
-            if self._template_options:
-                allowed = "left out for a renderer of your own"
-                raise ConfigError.for_value("template_options", self._template_options, allowed)
-            return self._renderer
-        return await open_renderer(
-            model, self._renderer, self._factory, events, stop=self._stop, template_options=self._template_options
-        )
+        how = {"template_options": self._template_options, "announce_tools": self._announce_tools}
+        if isinstance(self._renderer, str):
+            return await open_renderer(model, self._renderer, self._factory, events, stop=self._stop, **how)
+        for key, value in how.items():
+            if value not in ({}, "template"):
+                raise ConfigError.for_value(key, value, "left out for a renderer of your own")
+        return self._renderer
 
     def rollout(
         self, rows: Sequence[Row], *, group_size: int, events: Events | None = None

@@ -19,13 +19,14 @@ from typing import Any, Literal, Protocol, TypeVar
 import anyio
 import numpy as np
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, require_choice
 from asyncrl.events import Events, Notice
-from asyncrl.rollout.chattemplate import ChatTemplate, text_of
+from asyncrl.rollout.announcement import AnnounceTools, announced, tagged
+from asyncrl.rollout.chattemplate import ChatTemplate, example_call, text_of
 from asyncrl.rollout.controltokens import ControlTokens, Tokenizer
 from asyncrl.rollout.env import EnvFactory
 from asyncrl.rollout.notations import TAGS
-from asyncrl.rollout.roundtrip import Problem, notation_of, round_trip
+from asyncrl.rollout.roundtrip import UNANNOUNCED, Problem, round_trip
 from asyncrl.rollout.toolcalls import ParsedTurn, parse_calls, parse_hermes, parse_with_template
 from asyncrl.rollout.tools import Tool, elide
 from asyncrl.types import IntArray, Message
@@ -140,10 +141,6 @@ class _TokenizingRenderer:
 
         return await self._off_loop(messages, lambda: [shorten(message) for message in messages])
 
-    def check(self, tools: Sequence[Tool]) -> list[Problem]:
-        """No problems: without a template the environment itself announces its tools."""
-        return []
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of a text as content: none of them is a control token."""
         return self.control.encode(self.control.shield(text))
@@ -167,20 +164,36 @@ class _TokenizingRenderer:
 class TextRenderer(_TokenizingRenderer):
     """Concatenates contents: for base models, and for prompts that spell out their own form in plain text.
 
-    ``stop`` are strings that end a turn, as the end-of-text token and the tokens ``ends`` do. Tools are not announced,
-    the environment's text has to do that; calls in Hermes form are recognised.
+    ``stop`` are strings that end a turn, as the end-of-text token and the tokens ``ends`` do. ``announce_tools``: with
+    "text" a text in front describes the tools, else the environment's has to; calls in Hermes form are recognised.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        announce_tools: AnnounceTools = "template",
+    ) -> None:
+        self._announce_tools = announce_tools
         super().__init__(tokenizer, ControlTokens(tokenizer), _known_ends(tokenizer, ends), stop)
         specials: list[int] = tokenizer.encode("")
         # Models that want a beginning-of-text token want it once, in front, also where a prompt spells it out.
         self._opening = specials[:1] if specials and specials[0] == tokenizer.bos_token_id else []
         self._bos = str(tokenizer.bos_token or "") if self._opening else ""
 
+    def check(self, tools: Sequence[Tool]) -> list[Problem]:
+        """A problem if there are tools and nobody has said who is to tell the model of them."""
+        if not tools or self._announce_tools != "template":
+            return []
+        names = tuple(tool.name for tool in tools)
+        reason = f"the text renderer has no template that tells the model of them: {UNANNOUNCED}"
+        return [Problem(name="tools_not_announced", tools=names, reason=reason, fatal=True)]
+
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
         """(T,) the contents as tokens, behind the model's beginning-of-text token."""
-        text = _joined(messages).removeprefix(self._bos)
+        text = self._announcement(tools) + _joined(messages).removeprefix(self._bos)
         return _ids(await self._off_loop(messages, lambda: self._opening + self.encode(text)))
 
     async def continuation(
@@ -194,7 +207,12 @@ class TextRenderer(_TokenizingRenderer):
         self, new: Sequence[Message], tools: Sequence[Tool], *, turn: Message | None = None, generate: bool = True
     ) -> str:
         """The text of a prompt, or of what follows ``turn``, with marks where it is encoded in pieces."""
-        return str(self.control.shield(_joined(new)))
+        return str(self.control.shield((self._announcement(tools) if turn is None else "") + _joined(new)))
+
+    def _announcement(self, tools: Sequence[Tool]) -> str:
+        if self._announce_tools != "text" or not tools:
+            return ""
+        return announced([tool.schema["function"] for tool in tools], tagged(example_call(tools[0]))) + "\n\n"
 
     async def parse(self, turn_ids: IntArray, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Read a sampled turn; calls in Hermes form."""
@@ -205,7 +223,8 @@ class ChatRenderer(_TokenizingRenderer):
     """Renders with the tokenizer's chat template; see ``ChatTemplate`` for what it must be like.
 
     ``stop`` are strings that end a turn beside the template's terminator, the end-of-text token and the tokens
-    ``ends``. ``template_options`` are variables of the template, such as ``enable_thinking``.
+    ``ends``. ``template_options`` are variables of the template, such as ``enable_thinking``. ``announce_tools`` says
+    who tells the model of its tools.
     """
 
     def __init__(
@@ -215,20 +234,20 @@ class ChatRenderer(_TokenizingRenderer):
         stop: Sequence[str] = (),
         ends: Sequence[int] = (),
         template_options: Mapping[str, Any] | None = None,
+        announce_tools: AnnounceTools = "template",
     ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template; use the text renderer for this model")
         control = ControlTokens(tokenizer)
         known = _known_ends(tokenizer, ends)
-        self.template = ChatTemplate(tokenizer, control, ends=known, options=template_options)
+        how: dict[str, Any] = {"options": template_options, "announce_tools": announce_tools}
+        self.template = ChatTemplate(tokenizer, control, ends=known, **how)
         super().__init__(tokenizer, control, self.template.ends, stop)
         self._own_reader = getattr(tokenizer, "response_template", None) is not None
-        self.notation = None if self._own_reader else notation_of(self.template, set(control.texts.values()))
-        """How the model writes calls; None if the tokenizer's own response template or nothing says so."""
 
     def check(self, tools: Sequence[Tool]) -> list[Problem]:
         """Take one conversation with every tool through the whole round trip; see ``round_trip``. Quick, no thread."""
-        return round_trip(self.template, tools, self._read, spelled=self._spelled)
+        return round_trip(self.template, tools, self._read)
 
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> IntArray:
         """(T,) what the template writes up to where the model begins."""
@@ -276,11 +295,7 @@ class ChatRenderer(_TokenizingRenderer):
         schemas = [tool.schema for tool in tools]
         if self._own_reader:
             return parse_with_template(self.tokenizer, text, prefix=self.template.opening, tools=schemas)
-        return parse_calls(text, self.notation or TAGS, tools=schemas, thinking=self.template.thinks)
-
-    def _spelled(self, text: str) -> bool:
-        """False if the tokenizer has no tokens for ``text``, as a toy of few words."""
-        return text in str(self.tokenizer.decode(self.encode(text)))
+        return parse_calls(text, self.template.notation or TAGS, tools=schemas, thinking=self.template.thinks)
 
 
 async def open_renderer(
@@ -312,6 +327,7 @@ def load_renderer(
     *,
     stop: Sequence[str] = (),
     template_options: Mapping[str, Any] | None = None,
+    announce_tools: AnnounceTools = "template",
 ) -> ChatRenderer | TextRenderer:
     """Make the renderer of the tokenizer in ``model_dir``. Reads files, so call it in a thread.
 
@@ -320,6 +336,7 @@ def load_renderer(
     """
     if kind not in ("auto", "chat", "text"):
         raise ConfigError.for_value("renderer", kind, "'auto', 'chat' or 'text'")
+    require_choice("announce_tools", announce_tools, AnnounceTools)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
@@ -329,8 +346,9 @@ def load_renderer(
         raise ConfigError.for_value("template_options", dict(template_options), "empty for renderer 'text'")
     ends = _configured_ends(model_dir)
     if kind == "text":
-        return TextRenderer(tokenizer, stop=stop, ends=ends)
-    return ChatRenderer(tokenizer, stop=stop, ends=ends, template_options=template_options)
+        return TextRenderer(tokenizer, stop=stop, ends=ends, announce_tools=announce_tools)
+    how: dict[str, Any] = {"template_options": template_options, "announce_tools": announce_tools}
+    return ChatRenderer(tokenizer, stop=stop, ends=ends, **how)
 
 
 def _configured_ends(model_dir: Path) -> list[int]:

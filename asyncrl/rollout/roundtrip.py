@@ -7,30 +7,31 @@ the one to read turns with. What does not survive is a ``Problem``, which says b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.callvalues import call_message
-from asyncrl.rollout.chattemplate import ChatTemplate, result_of, turn_of
-from asyncrl.rollout.notations import NOTATIONS, Notation
-from asyncrl.rollout.toolcalls import ParsedTurn, parse_calls
-from asyncrl.rollout.tools import Tool
-from asyncrl.types import Message, ToolCall
+from asyncrl.rollout.chattemplate import ChatTemplate, example_call, result_of
+from asyncrl.rollout.toolcalls import ParsedTurn, are_calls
+from asyncrl.rollout.tools import Tool, example_arguments
+from asyncrl.types import Message
 
-__all__ = ["Problem", "example_call", "notation_of", "round_trip"]
+__all__ = ["UNANNOUNCED", "Problem", "round_trip"]
 
 Read: TypeAlias = Callable[[str, Sequence[Tool]], ParsedTurn]
 """How a turn's text is read, by somebody who knows these tools."""
-Spelled: TypeAlias = Callable[[str], bool]
-"""False for a text that the tokenizer has no tokens for: a model with it cannot be told."""
+UNANNOUNCED = (
+    "set rollout.announce_tools to 'text' (a system message of ours describes them) or to 'none' (messages of the "
+    "environment do, or the model has to find out by itself)"
+)
+"""What to do about tools that nobody tells the model of."""
 _RESULT, _ANSWER, _QUESTION = "qresultq", "qanswerq", "qquestionq"
 # Words that no template writes by itself.
 _ASK: Message = {"role": "user", "content": _QUESTION}
+_OTHERWISE = "; rollout.announce_tools = 'text' describes tools and calls in a system message of ours"
 _SHOWN = 200
 # Characters of a text in a message.
-_EXAMPLES: Mapping[str, object] = {"string": "b", "integer": 2, "number": 1.5, "boolean": True, "null": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,64 +47,42 @@ class Problem:
     """True if a run would only show it by a model that never calls a tool, or never sees a result."""
 
 
-def notation_of(template: ChatTemplate, tokens: Collection[str]) -> Notation | None:
-    """The notation in which ``template`` writes calls, or if it writes none the one whose marker is in ``tokens``.
-
-    None if nothing says so, or if it is a notation that is not known here.
-    """
-    arguments = {"text": "b c", "count": 2, "exact": True}
-    kinds = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}
-    schema = {"function": {"name": "look_up", "parameters": {"type": "object", "properties": kinds}}}
-    try:
-        text = template.calls(turn_of([call_message("look_up", arguments)]), ())
-    except ConfigError:
-        text = ""
-    if "look_up" not in text:
-        return next((notation for notation in NOTATIONS if notation.marker in tokens), None)
-    for notation in NOTATIONS:
-        if _are(parse_calls(text, notation, tools=[schema]).tool_calls, "look_up", arguments):
-            return notation
-    return None
-
-
-def round_trip(template: ChatTemplate, tools: Sequence[Tool], read: Read, *, spelled: Spelled) -> list[Problem]:
+def round_trip(template: ChatTemplate, tools: Sequence[Tool], read: Read) -> list[Problem]:
     """What of ``tools`` does not survive in ``template``: one problem for each name, with all of its tools."""
     found: dict[str, Problem] = {}
-    for problem in _problems(template, tools, read, spelled):
+    for problem in _problems(template, tools, read):
         known = found.get(problem.name, problem)
         names = tuple(dict.fromkeys((*known.tools, *problem.tools)))
         found[problem.name] = replace(known, tools=names, fatal=known.fatal or problem.fatal)
     return list(found.values())
 
 
-def _problems(template: ChatTemplate, tools: Sequence[Tool], read: Read, spelled: Spelled) -> Iterator[Problem]:
-    if tools:
-        yield from _announced(template, tools, spelled)
+def _problems(template: ChatTemplate, tools: Sequence[Tool], read: Read) -> Iterator[Problem]:
+    if tools and template.announce_tools != "none":
+        yield from _announced(template, tools)
     for tool in tools:
-        yield from _called(template, tool, tools, read, spelled)
+        yield from _called(template, tool, tools, read)
         yield from _answered(template, tool, tools)
 
 
-def _announced(template: ChatTemplate, tools: Sequence[Tool], spelled: Spelled) -> Iterator[Problem]:
+def _announced(template: ChatTemplate, tools: Sequence[Tool]) -> Iterator[Problem]:
     name = "tools_not_announced"
     try:
         text = template.prompt([_ASK], tools)
     except ConfigError as error:
         yield Problem(name=name, tools=tuple(tool.name for tool in tools), reason=str(error), fatal=True)
         return
-    missing = tuple(tool.name for tool in tools if tool.name not in text and spelled(tool.name))
+    missing = tuple(tool.name for tool in tools if tool.name not in text)
     if missing:
-        reason = "the chat template does not tell the model of them: the environment's own text has to"
-        yield Problem(name=name, tools=missing, reason=reason, fatal=False)
+        reason = f"the chat template does not tell the model of them: {UNANNOUNCED}"
+        yield Problem(name=name, tools=missing, reason=reason, fatal=True)
 
 
-def _called(
-    template: ChatTemplate, tool: Tool, tools: Sequence[Tool], read: Read, spelled: Spelled
-) -> Iterator[Problem]:
+def _called(template: ChatTemplate, tool: Tool, tools: Sequence[Tool], read: Read) -> Iterator[Problem]:
     unwritten = Problem(
         name="calls_not_written",
         tools=(tool.name,),
-        reason="the chat template writes no calls, so how the model is to write them is not known",
+        reason=f"the chat template writes no calls, so how the model is to write them is not known{_OTHERWISE}",
         fatal=False,
     )
     try:
@@ -112,20 +91,15 @@ def _called(
         yield replace(unwritten, reason=str(error))
         return
     if tool.name not in text:
-        if spelled(tool.name):
+        if template.announce_tools != "none":  # else that is the environment's business
             yield unwritten
         return
     closing = "</think>" if template.thinks and "</think>" not in text else ""
     found = read(closing + text, tools).tool_calls
-    if not _are(found, tool.name, _example(tool.parameters)):
+    if not are_calls(found, tool.name, example_arguments(tool)):
         why = next((f": {call.error}" for call in found if call.error), "")
-        reason = f"a call, which the chat template writes as {text[:_SHOWN]!r}, is not read back{why}"
+        reason = f"a call, which the chat template writes as {text[:_SHOWN]!r}, is not read back{why}{_OTHERWISE}"
         yield Problem(name="calls_not_read", tools=(tool.name,), reason=reason, fatal=not found or not found[0].name)
-
-
-def _are(calls: Sequence[ToolCall], name: str, arguments: object) -> bool:
-    """True if this call was read and no other."""
-    return [(call.name, call.arguments) for call in calls] == [(name, arguments)]
 
 
 def _answered(template: ChatTemplate, tool: Tool, tools: Sequence[Tool]) -> Iterator[Problem]:
@@ -148,22 +122,3 @@ def _answered(template: ChatTemplate, tool: Tool, tools: Sequence[Tool]) -> Iter
     except ConfigError as error:
         reason = str(error)
     yield Problem(name="conversation_not_continued", tools=(tool.name,), reason=reason, fatal=False)
-
-
-def example_call(tool: Tool) -> Message:
-    """A model's turn that calls ``tool`` with arguments that fit its schema."""
-    return turn_of([call_message(tool.name, _example(tool.parameters))])
-
-
-def _example(schema: Mapping[str, Any]) -> Any:
-    """A value that fits a tool's JSON schema."""
-    if "enum" in schema or "const" in schema:
-        return schema.get("const", schema.get("enum", [None])[0])
-    if "anyOf" in schema:
-        return _example(schema["anyOf"][0])
-    kind = schema.get("type")
-    if kind == "object":
-        return {name: _example(inner) for name, inner in schema.get("properties", {}).items()}
-    if kind == "array":
-        return [_example(schema.get("items", {"type": "string"}))]
-    return _EXAMPLES.get(str(kind), "b")

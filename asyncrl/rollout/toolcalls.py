@@ -17,7 +17,7 @@ from asyncrl.rollout.callvalues import UnreadableCall, call_message, checked_cal
 from asyncrl.rollout.notations import TAGS, Notation
 from asyncrl.types import Message, ToolCall
 
-__all__ = ["ParsedTurn", "parse_calls", "parse_hermes", "parse_with_template"]
+__all__ = ["ParsedTurn", "are_calls", "parse_calls", "parse_hermes", "parse_with_template"]
 
 _THINK, _END_THINK = "<think>", "</think>"
 
@@ -70,6 +70,11 @@ def parse_calls(
     rest = "".join([*kept, answer[place:]])
     content = reasoning + notation.content(rest)
     return _turn({"content": content.strip() if calls else content}, calls)
+
+
+def are_calls(calls: Sequence[ToolCall], name: str, arguments: object) -> bool:
+    """True if this call was read and no other."""
+    return [(call.name, call.arguments) for call in calls] == [(name, arguments)]
 
 
 def parse_with_template(tokenizer: Any, text: str, *, prefix: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:

@@ -30,10 +30,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.rollout.border import checked_result
 from asyncrl.rollout.calls import Deadline, in_thread
 
-__all__ = ["Tool", "elide", "tool"]
+__all__ = ["Tool", "elide", "example_arguments", "tool"]
 
 ToolFunction: TypeAlias = Callable[..., Awaitable[str]] | Callable[..., str]
 _TIMEOUT_S = 600.0
+_EXAMPLES: Mapping[str, object] = {"string": "b", "integer": 2, "number": 1.5, "boolean": True, "null": None}
 _TYPES = "str, int, float, bool, None, Literal, list[T], dict[str, T], a union of these, or Annotated[T, 'description']"
 
 
@@ -194,6 +195,25 @@ def _supported(hint: Any) -> bool:
     if origin is Literal:
         return all(isinstance(value, str | int | NoneType) for value in inner)
     return hint in (str, int, float, bool, NoneType)
+
+
+def example_arguments(tool: Tool) -> dict[str, Any]:
+    """Made-up arguments that fit the tool's schema, one for each of its parameters."""
+    return {name: _example(schema) for name, schema in tool.parameters.get("properties", {}).items()}
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    """A value that fits a JSON schema."""
+    if "enum" in schema or "const" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    if "anyOf" in schema:
+        return _example(schema["anyOf"][0])
+    kind = schema.get("type")
+    if kind == "object":
+        return {name: _example(inner) for name, inner in schema.get("properties", {}).items()}
+    if kind == "array":
+        return [_example(schema.get("items", {"type": "string"}))]
+    return _EXAMPLES.get(str(kind), "b")
 
 
 def elide(text: str, max_tokens: int, tokenizer: Any) -> str:

@@ -212,6 +212,7 @@ FAMILIES: Mapping[str, Family] = {
         eos="<|im_end|>",
         turn=_TAGGED,
         problems=("tools_not_announced",),
+        fatal=True,
     ),
     "no calls": Family(
         template=_chatml(""),

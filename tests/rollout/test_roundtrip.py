@@ -114,8 +114,8 @@ def test_a_template_that_writes_no_calls_is_read_in_the_notation_of_its_tokens()
     tokenizer = wrap(tokenizer_object=made.backend_tokenizer, eos_token="<|im_end|>")
     tokenizer.chat_template = FAMILIES["no calls"].template
     renderer = ChatRenderer(tokenizer)
-    assert renderer.notation is not None
-    assert renderer.notation.name == "pythonic"
+    assert renderer.template.notation is not None
+    assert renderer.template.notation.name == "pythonic"
     problems = renderer.check((add,))
     assert [problem.name for problem in problems] == ["calls_not_written"]
     assert isinstance(problems[0], Problem)
