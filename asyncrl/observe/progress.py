@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, cast
@@ -81,7 +82,9 @@ def show_progress(events: Events, *, steps: int, stream: TextIO) -> Iterator[Tex
     bar = BarColumn(bar_width=12)
     columns = (TextColumn("step"), MofNCompleteColumn(), bar, words, TimeElapsedColumn(), TimeRemainingColumn())
     state = ProgressState()
-    with Progress(*columns, console=console, transient=True, expand=True, redirect_stdout=False) as progress:
+    # What a script prints on the same terminal appears above the line too. Elsewhere stdout has its own reader.
+    shared = sys.stdout.isatty()
+    with Progress(*columns, console=console, transient=True, expand=True, redirect_stdout=shared) as progress:
         line = progress.add_task(state.text(), total=steps)
 
         def observe(event: Event) -> None:

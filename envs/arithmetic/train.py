@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import anyio
 from env import Addition, build_model, train_rows  # type: ignore[import-not-found]  # beside this script
 
 import asyncrl as rl
@@ -17,8 +16,14 @@ MAX_STALENESS = 0  # asynchronous: 2
 CONCURRENCY = 64  # asynchronous: 192
 
 
-async def main() -> None:
-    """Train for 24 steps and print each one's reward and age."""
+def report(step: rl.Step) -> None:
+    """Print the reward and the age of a step, and what the model said first."""
+    age, said = step.metrics["staleness/span_age_p99"], step.trajectories[0].messages[-1]["content"]
+    print(f"step {step.n}: reward {step.metrics['reward/mean']:.3f}, age p99 {age:.0f}, the first answer {said!r}")
+
+
+def main() -> None:
+    """Train for 24 steps. The run is kept in a new folder in ``runs``, as its first line says."""
     with tempfile.TemporaryDirectory() as folder:
         build_model(Path(folder))
         policy = rl.Policy(rl.TorchLearner(folder, lora=rl.LoraConfig(r=16, alpha=32), threads=1))
@@ -44,13 +49,8 @@ async def main() -> None:
             group_size=8,
             max_staleness=MAX_STALENESS,
         )
-        async for step in trainer.run(train_rows(), steps=24):
-            metrics = step.metrics
-            print(
-                f"step {step.n}: reward {metrics['reward/mean']:.3f}, "
-                f"age p99 {metrics['staleness/span_age_p99']:.0f}, {metrics['train/batch_seconds']:.1f} s"
-            )
+        rl.run(trainer, train_rows(), steps=24, on_step=report)
 
 
 if __name__ == "__main__":
-    anyio.run(main)
+    main()

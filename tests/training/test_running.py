@@ -41,7 +41,10 @@ class Letters(rl.Env):
 """
 
 
-def _script(folder: Path, *, steps: int = 3, before: str = "pass", options: str = "", seconds: float = 0.0) -> Path:
+def write_script(
+    folder: Path, *, steps: int = 3, before: str = "pass", options: str = "", seconds: float = 0.0
+) -> Path:
+    """A script with a scripted policy, and its environment beside it."""
     (folder / "letters.py").write_text(LETTERS, encoding="utf-8")
     script = folder / "train.py"
     text = SCRIPT.format(steps=steps, before=before, options=options, seconds=seconds)
@@ -59,7 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_script_is_trained_like_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script goes on after its run, and the command prints the result line after that."""
-    assert main(["train", str(_script(here)), "--run-dir", "first"]) == 0
+    assert main(["train", str(write_script(here)), "--run-dir", "first"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "after 3"
     assert json.loads(out[1])["steps"] == 3
@@ -69,10 +72,10 @@ def test_a_script_is_trained_like_a_recipe(here: Path, capsys: pytest.CaptureFix
 
 def test_a_script_is_resumed_like_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More steps of the same run; the result counts those of both processes."""
-    assert main(["train", str(_script(here, steps=2)), "--run-dir", "first"]) == 0
-    assert main(["train", str(_script(here, steps=5)), "--resume", "first"]) == 0
+    assert main(["train", str(write_script(here, steps=2)), "--run-dir", "first"]) == 0
+    assert main(["train", str(write_script(here, steps=5)), "--resume", "first"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 5
-    assert main(["train", str(_script(here, steps=5)), "--run-dir", "first"]) == 2
+    assert main(["train", str(write_script(here, steps=5)), "--run-dir", "first"]) == 2
     assert "--resume first" in capsys.readouterr().err
 
 
@@ -100,19 +103,19 @@ def test_a_script_that_asks_for_no_run_is_refused(
 
 def test_what_a_script_cannot_take_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Overrides are a recipe's; a script that is not there is named; a second run is one too many."""
-    script = _script(here)
+    script = write_script(here)
     assert main(["train", str(script), "--set", "trainer.steps=1"]) == 2
     assert "--set" in capsys.readouterr().err
     assert main(["train", "nowhere.py"]) == 2
     assert "nowhere.py" in capsys.readouterr().err
-    twice = _script(here, before='rl.run(trainer, [{"letter": "B"}], steps=1)')
+    twice = write_script(here, before='rl.run(trainer, [{"letter": "B"}], steps=1)')
     assert main(["train", str(twice), "--run-dir", "first"]) == 1
     assert "more than once" in capsys.readouterr().err
 
 
 def test_a_script_is_composed_without_running(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it hands to rl.run is there to be checked or evaluated; what it does afterwards is not done."""
-    composed = compose_script(_script(here))
+    composed = compose_script(write_script(here))
     assert (composed.steps, len(composed.rows)) == (3, 4)
     assert composed.engine is composed.trainer.engine
     assert capsys.readouterr().out == ""
@@ -122,13 +125,13 @@ def test_a_script_is_composed_without_running(here: Path, capsys: pytest.Capture
 @pytest.mark.slow
 def test_a_script_by_itself_keeps_its_run(here: Path) -> None:
     """In a new folder whose name it says first, with progress on stderr; ``run_dir`` names one, and goes on with it."""
-    done = _python(_script(here))
+    done = _python(write_script(here))
     assert done.returncode == 0, done.stderr
     [folder] = (here / "runs").iterdir()
     assert f"the run is kept in runs/{folder.name}" in done.stderr.splitlines()[0]
     assert "step_finished" in done.stderr
     for steps, after in ((2, 2), (5, 3)):
-        done = _python(_script(here, steps=steps, options=', run_dir="mine"'))
+        done = _python(write_script(here, steps=steps, options=', run_dir="mine"'))
         assert done.stdout == f"after {after}\n"
     assert (here / "mine" / "metrics.jsonl").read_text().count("\n") == 5
 
@@ -136,7 +139,7 @@ def test_a_script_by_itself_keeps_its_run(here: Path) -> None:
 @pytest.mark.slow
 def test_a_script_that_keeps_nothing_says_so(here: Path) -> None:
     """On its first line."""
-    done = _python(_script(here, options=", keep=False"))
+    done = _python(write_script(here, options=", keep=False"))
     assert "nothing of this run is kept" in done.stderr.splitlines()[0]
     assert not (here / "runs").exists()
 
@@ -145,7 +148,7 @@ def test_a_script_that_keeps_nothing_says_so(here: Path) -> None:
 @pytest.mark.parametrize("by_command", [False, True])
 def test_ctrl_c_ends_a_script_in_order(here: Path, by_command: bool) -> None:
     """Exit code 0, no traceback, nothing after the run, and the run can go on."""
-    script = _script(here, steps=10_000, options=', run_dir="mine"', seconds=0.01)
+    script = write_script(here, steps=10_000, options=', run_dir="mine"', seconds=0.01)
     command = [sys.executable, *(("-m", "asyncrl", "train") if by_command else ()), str(script)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -167,10 +170,12 @@ def test_where_a_run_is_kept_is_said_once(here: Path) -> None:
         (', run_dir="a", keep=False', "keep is False"),
         (', log="loud"', "log is 'loud'"),
     ):
-        done = _python(_script(here, options=options))
+        done = _python(write_script(here, options=options))
         assert said in done.stderr
     kept = "trainer = __import__('dataclasses').replace(trainer, checkpointing=rl.Checkpointing('b'))"
-    assert "checkpointing keeps the run in 'b'" in _python(_script(here, before=kept, options=', run_dir="a"')).stderr
+    assert (
+        "checkpointing keeps the run in 'b'" in _python(write_script(here, before=kept, options=', run_dir="a"')).stderr
+    )
 
 
 async def test_rl_run_is_refused_where_a_loop_runs() -> None:
