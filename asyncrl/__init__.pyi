@@ -4,6 +4,7 @@ from .checkpoint.options import Checkpointing
 from .errors import InfrastructureError
 from .learning.advantages import Batchwise, GroupCentered
 from .learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
+from .learning.modelfolder import find_model
 from .learning.options import Adam, LoraConfig, cosine
 from .learning.torch_learner import TorchLearner
 from .publishing.policy import Policy
@@ -12,6 +13,7 @@ from .rollout.engine import RolloutEngine
 from .rollout.env import Env, TurnResult
 from .rollout.failures import Failures
 from .rollout.processes import in_process
+from .rollout.rowfiles import load_rows
 from .rollout.tools import tool
 from .sampling.sglang import SGLang
 from .sampling.sources import DnsSource, FileSource
@@ -55,7 +57,9 @@ __all__ = [
     "Truncation",
     "TurnResult",
     "cosine",
+    "find_model",
     "in_process",
+    "load_rows",
     "run",
     "tool",
 ]

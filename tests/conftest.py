@@ -96,7 +96,7 @@ def blocking_calls_are_errors() -> Iterator[None]:
     """A call of ours that would block the event loop raises instead."""
     with blockbuster_ctx("asyncrl") as blockbuster:
         # Options are checked where they are made, which a test does on the loop.
-        for name in ("os.stat", "os.path.abspath"):
+        for name in ("os.stat", "os.path.abspath", "os.listdir", "os.scandir"):
             blockbuster.functions[name].can_block_in("asyncrl/publishing/policy.py", "__init__")
             blockbuster.functions[name].can_block_in("asyncrl/learning/torch_learner.py", "__init__")
             blockbuster.functions[name].can_block_in("asyncrl/servers/embedded/options.py", "__post_init__")

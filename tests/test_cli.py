@@ -26,6 +26,7 @@ from asyncrl.recipe.config import Recipe
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing.scripted import END, ByteRenderer, ScriptedLearner, ScriptedSampler, scripted_policy
 from asyncrl.types import Message, Row
+from tests.modelfolder import write_model
 
 RECIPE = """
 [model]
@@ -461,7 +462,7 @@ def test_serve_hands_its_options_over(
 
     served: list[Any] = []
     monkeypatch.setattr(serve, "run_server", served.append)
-    (tmp_path / "config.json").write_text("{}")
+    write_model(tmp_path)
     monkeypatch.setenv("ASYNCRL_TEST_KEY", "hush")
     code = main(["serve", "--model", str(tmp_path), "--port", "0", "--api-key-env", "ASYNCRL_TEST_KEY"])
     assert code == 0

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from asyncrl.concurrency.worker import Worker
-from asyncrl.errors import ConfigError, LearnerError, require_choice, require_count
+from asyncrl.errors import LearnerError, require_choice, require_count
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.learning.losses import Loss
+from asyncrl.learning.modelfolder import find_model
 from asyncrl.learning.options import LoraConfig
 from asyncrl.types import FloatArray, IntArray
 
@@ -27,8 +28,9 @@ DType: TypeAlias = Literal["float32", "bfloat16"]
 
 
 class TorchLearner:
-    """Trains the transformers model in the folder ``model``, a LoRA adapter of it or all weights.
+    """Trains the transformers model ``model``, a LoRA adapter of it or all weights.
 
+    ``model``: a folder, or a name of the Hugging Face hub that is in the local cache (see ``find_model``).
     ``dtype``: of parameters and compute; on a CPU bfloat16 is several times slower than float32. The
     optimizer works in float32 with either.
     ``device``: "auto" is the GPU if there is one.
@@ -50,9 +52,7 @@ class TorchLearner:
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
-        self._path = Path(model)
-        if not (self._path / "config.json").is_file():
-            raise ConfigError.for_value("model", str(model), "a folder with a model (there is no config.json in it)")
+        self._path = find_model(model)
         require_choice("model.dtype", dtype, DType)
         require_count("model.micro_batch_tokens", micro_batch_tokens, least=1)
         if threads is not None:

@@ -13,20 +13,21 @@ import hashlib
 import inspect
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError
 from asyncrl.learning.base import Learner
+from asyncrl.learning.modelfolder import find_model
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.plain import shown
 from asyncrl.publishing.policy import Policy
 from asyncrl.recipe.config import Recipe
 from asyncrl.recipe.references import call, require_keywords, resolve
-from asyncrl.rollout.border import checked_rows
+from asyncrl.recipe.rows import read_rows
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.env import Env
 from asyncrl.sampling.sglang import SGLang
@@ -65,7 +66,8 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
     """
     with _named(recipe):
         recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
-        env, rows, evaluator = _environment(recipe), _rows(recipe, "train"), _evaluator(recipe)
+        env, evaluator = _environment(recipe), _evaluator(recipe)
+        rows = read_rows(recipe.data, "train", _folder(recipe))
 
         def wired(learner: Learner, model: Path | None) -> ComposedRun:
             adapters = None if directory is None else directory / "adapters"
@@ -75,8 +77,8 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
             trainer = AsyncTrainer(engine=engine, evaluator=evaluator, checkpointing=saves, **recipe.trainer)
             return ComposedRun(trainer=trainer, engine=engine, evaluator=evaluator, rows=rows, steps=recipe.steps)
 
-        if recipe.model.source is not None:
-            # Making the model can take a minute: what is refused anyway is refused before that.
+        if recipe.model.source is not None or recipe.model.download:
+            # Making or downloading the model can take minutes: what is refused anyway is refused before that.
             lora = recipe.learner["lora"]
             unmade: Any = _UnmadeLearner(lora_rank=lora.r if lora else None)
             wired(unmade, None)
@@ -97,7 +99,8 @@ class ComposedPrompts:
 def compose_prompts(recipe: Recipe) -> ComposedPrompts:
     """What of ``recipe`` decides on prompts: as ``compose``, without learner and servers. Raises ``ConfigError``."""
     with _named(recipe):
-        return ComposedPrompts(env=_environment(recipe), rows=_rows(recipe, "train"), model=_model(recipe))
+        rows = read_rows(recipe.data, "train", _folder(recipe))
+        return ComposedPrompts(env=_environment(recipe), rows=rows, model=_model(recipe))
 
 
 @contextlib.contextmanager
@@ -172,26 +175,22 @@ def _environment(recipe: Recipe) -> Callable[[], Env]:
     return functools.partial(factory, **options)
 
 
-def _rows(recipe: Recipe, name: Literal["train", "heldout"]) -> list[Row]:
-    key, reference = f"data.{name}", getattr(recipe.data, name)
-    function = resolve(key, reference, _folder(recipe))
-    expects = "a function without arguments that returns a list of rows"
-    return checked_rows(call(key, reference, function, expects=expects), f"what {key} = {shown(reference)} returned")
-
-
 def _evaluator(recipe: Recipe) -> Evaluator | None:
-    return None if recipe.data.heldout is None else Evaluator(rows=_rows(recipe, "heldout"), **recipe.evaluation)
+    if recipe.data.heldout is None:
+        return None
+    return Evaluator(rows=read_rows(recipe.data, "heldout", _folder(recipe)), **recipe.evaluation)
 
 
 def _model(recipe: Recipe) -> Path:
-    """The model's folder, made first if the recipe has a function for it."""
-    source = recipe.model.source
-    if source is None:
-        return _folder(recipe) / str(recipe.model.path)
-    build = resolve("model.source", source, _folder(recipe))
-    folder = cache_directory() / "models" / _cache_name(source, _source_file(build))
+    """The model's folder, downloaded or made first if the recipe says so."""
+    model = recipe.model
+    if model.source is None:
+        return find_model(str(model.path), download=model.download, key="model.path", base=_folder(recipe))
+    build = resolve("model.source", model.source, _folder(recipe))
+    options = model.source_options or {}
+    folder = cache_directory() / "models" / _cache_name(model.source, _source_file(build), options)
     if not folder.is_dir():
-        _write_model(build, folder, source)
+        _write_model(build, folder, model.source, options)
     return folder
 
 
@@ -202,13 +201,15 @@ def _source_file(function: object) -> str | None:
         return None  # what is written in C, or no function
 
 
-def _cache_name(reference: str, source: str | None) -> str:
+def _cache_name(reference: str, source: str | None, options: Mapping[str, object]) -> str:
     """Changes with the file that makes the model, so that an edited recipe never trains the model of the old one."""
     text = Path(source).read_bytes() if source else reference.encode()
+    if options:
+        text += repr(sorted(options.items())).encode()
     return f"{reference.partition(':')[2]}-{hashlib.sha256(text).hexdigest()[:16]}"
 
 
-def _write_model(build: object, folder: Path, reference: str) -> None:
+def _write_model(build: object, folder: Path, reference: str, options: Mapping[str, object]) -> None:
     """Whole or not at all. Another run may make the same model at the same time: the first stays, it is in use."""
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
@@ -216,8 +217,9 @@ def _write_model(build: object, folder: Path, reference: str) -> None:
     except OSError as error:
         raise ConfigError(f"{temporary.parent}, where models are kept, cannot be written: {error.strerror}") from error
     try:
-        expects = "a function that takes a folder and writes a model into it"
-        call("model.source", reference, build, temporary, expects=expects)
+        expects = "a function that takes a folder, and the keywords of model.source_options, and writes a model into it"
+        call("model.source", reference, build, temporary, expects=expects, keywords=options)
+        find_model(temporary, key=f"what model.source = {shown(reference)} made")
         try:
             temporary.rename(folder)
         except OSError:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_count
@@ -38,6 +38,7 @@ from asyncrl.training.trainer import AsyncTrainer
 
 __all__ = ["SECTIONS", "DataFiles", "Environment", "ModelFolder", "Recipe", "RunFolder", "Servers", "load_recipe"]
 
+_Open = TypeVar("_Open", "Environment", "DataFiles")
 Keywords: TypeAlias = Mapping[str, Any]
 """Keyword arguments of a constructor, all that a recipe can say."""
 
@@ -46,16 +47,26 @@ _ADVANTAGES: Mapping[str, type[GroupCentered | Batchwise]] = {"group_centered": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """Of ``[model]``: what is trained. Exactly one of both; the other keys are those of ``TorchLearner``."""
+    """Of ``[model]``: what is trained, ``path`` or ``source``; the other keys are those of ``TorchLearner``."""
 
     path: str | None = None
-    """Model folder with its tokenizer."""
+    """A model folder with its tokenizer, or a name of the Hugging Face hub such as ``Qwen/Qwen3-0.6B``, also with a
+    revision: ``name@revision``. Names are looked up in the local cache."""
+    download: bool = False
+    """Fetch the model of that name from the hub if it is not in the cache."""
     source: str | None = None
-    """Reference to ``function(directory: Path) -> None`` that writes a model folder; it is called once, then cached."""
+    """Instead of ``path``: reference to ``function(directory: Path) -> None`` that writes a model folder; it is called
+    once, then cached."""
+    source_options: Table | None = None
+    """Keywords of that function."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.source is None):
-            raise ConfigError("[model] must have exactly one of path (a model folder) and source (a function)")
+            raise ConfigError("[model] must have exactly one of path (a model) and source (a function that makes one)")
+        if self.path is None and self.download:
+            raise ConfigError.for_value("model.download", True, "left out beside model.source")
+        if self.source is None and self.source_options is not None:
+            raise ConfigError.for_value("model.source_options", self.source_options, "left out without model.source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +80,14 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFiles:
-    """``[data]``: references to functions without arguments that return lists of rows."""
+    """``[data]``: where the rows come from, a file or a function. Every other key is a keyword of the functions."""
 
     train: str
+    """A file (``rows.jsonl``; JSON, CSV, TSV, Parquet or a folder of ``datasets``), or a reference to a function that
+    returns a list of rows."""
     heldout: str | None = None
-    """Evaluated before the first and after the last step, and as often as ``[evaluation]`` says."""
+    """The same: evaluated before the first and after the last step, and as often as ``[evaluation]`` says."""
+    options: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +164,7 @@ _POLICY = keys_of(Policy, without=("directory", "name", "sampler_threads"))
 SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "model": (keys_of(ModelFolder), keys_of(TorchLearner, without=("model", "seed"))),
     "env": (keys_of(Environment, without=("options",)),),
-    "data": (keys_of(DataFiles),),
+    "data": (keys_of(DataFiles, without=("options",)),),
     "trainer": (
         keys_of(AsyncTrainer.run, without=("self", "rows")),
         keys_of(AsyncTrainer, without=("optimizer", "completion", "truncation", "evaluator", "checkpointing")),
@@ -170,8 +184,8 @@ SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "checkpoint": ({"enabled": Key(True, bool)}, keys_of(Checkpointing, without=("run_dir", "on_signal"))),
     "run": (keys_of(RunFolder),),
 }
-"""The keys of each section, apart by what they are for. Those of ``[env]`` and ``[loss]`` are the environment's and the
-loss's; an option that another section gives, or that is not for a file, is left out."""
+"""The keys of each section, apart by what they are for. Others of ``[env]``, ``[data]`` and ``[loss]`` are keywords of
+the user's functions and of the loss; an option that another section gives, or that is not for a file, is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +252,8 @@ def _read_recipe(path: Path, tables: Table) -> Recipe:
         tables=tables,
         model=ModelFolder(**folder),
         learner=learner,
-        env=_read_env(tables.get("env", {})),
-        data=read_table(DataFiles, tables.get("data", {}), "data"),
+        env=_read_open(Environment, tables.get("env", {}), "env"),
+        data=_read_open(DataFiles, tables.get("data", {}), "data"),
         sampler=sampler,
         client=client,
         launched=launched,
@@ -266,10 +280,12 @@ def _read(tables: Table, name: str) -> list[dict[str, Any]]:
     return [{key: values[key] for key in part} for part in parts]
 
 
-def _read_env(table: Table) -> Environment:
-    factory = {key: value for key, value in table.items() if key == "factory"}
-    options = {key: value for key, value in table.items() if key != "factory"}
-    return dataclasses.replace(read_table(Environment, factory, "env"), options=options)
+def _read_open(kind: type[_Open], table: Table, where: str) -> _Open:
+    """A section whose other keys are keywords of the user's own functions."""
+    [keys] = SECTIONS[where]
+    own = {key: value for key, value in table.items() if key in keys}
+    options = {key: value for key, value in table.items() if key not in keys}
+    return dataclasses.replace(read_table(kind, own, where), options=options)
 
 
 def _read_advantage(table: Table) -> GroupCentered | Batchwise:

@@ -48,20 +48,28 @@ def resolve(key: str, reference: str, base: Path) -> Any:
     raise ConfigError(f"{key} is {shown(reference)}, but {found} has no {shown(name)}{hint}")
 
 
-def call(key: str, reference: str, function: Any, *arguments: object, expects: str) -> Any:
+def call(
+    key: str,
+    reference: str,
+    function: Any,
+    *arguments: object,
+    expects: str,
+    keywords: Mapping[str, object] | None = None,
+) -> Any:
     """What the function at ``reference`` returns; ``expects`` says what it must be if it is none or takes other
     arguments.
     """
     if not callable(function) or isinstance(function, type):
         raise ConfigError.for_value(key, reference, expects)
+    options = keywords or {}
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **options)
     except TypeError as error:
         raise ConfigError(f"{key} is {shown(reference)}, but must be {expects}: {error}") from error
     except ValueError:
         pass  # of some functions in C nobody knows the arguments
     try:
-        result = function(*arguments)
+        result = function(*arguments, **options)
     except (Exception, SystemExit) as error:
         raise refuse(key, reference, "raised", error) from error
     if inspect.iscoroutine(result):

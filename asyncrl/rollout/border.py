@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Never
@@ -40,6 +40,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "enviro
 """Who may say something. Which of them a model knows is its chat template's business."""
 LARGEST_REWARD = 1e12
 # Its square, summed over a step's tokens, still fits into float32.
+_TABLES: Mapping[str, Callable[[Any], Any]] = {
+    "iterrows": lambda frame: frame.to_dict("records"),
+    "iter_rows": lambda frame: frame.to_dicts(),
+    "to_pylist": lambda table: table.to_pylist(),
+}
+# By what only they have: pandas, polars, pyarrow. Iterating over such a table gives its columns.
 _MESSAGES = "a list of messages such as {'role': 'user', 'content': '..'}"
 
 
@@ -194,11 +200,15 @@ def _no_state(function: Any, path: str, value: object) -> Never:
 
 
 def checked_rows(rows: object, key: str = "rows") -> list[Row]:
-    """The rows of a dataset, of which there is at least one. Raises ``ConfigError`` for what is none."""
+    """The rows of a dataset, of which there is at least one. Raises ``ConfigError`` for what is none.
+
+    A data frame or table of pandas, polars or pyarrow has a dict for each of its rows.
+    """
     if not isinstance(rows, list | tuple):
         _refuse_containers(rows, key)
     sized: Any = rows
     try:
+        sized = next((read(sized) for method, read in _TABLES.items() if hasattr(sized, method)), sized)
         found = list(sized) if hasattr(sized, "__iter__") else [sized[index] for index in range(len(sized))]
     except Exception as error:
         raise ConfigError(f"{key} is {shown(rows)}, which cannot be read: {type(error).__name__}: {error}") from error
@@ -218,15 +228,11 @@ def shared_parts(row: Row) -> list[tuple[str, str]]:
 
 def _refuse_containers(rows: object, key: str) -> None:
     """Refuse what has other things in it than rows, with what to write instead."""
-    tables = {"iterrows": "df.to_dict('records')", "iter_rows": "df.to_dicts()", "to_pylist": "table.to_pylist()"}
-    write = next((write for method, write in tables.items() if hasattr(rows, method)), None)
     if isinstance(rows, str | bytes | os.PathLike):
-        instead = "the rows themselves, not a name: read the file first"
+        instead = "the rows themselves, not a name: read the file first, by rl.load_rows(..)"
     elif isinstance(rows, Mapping):
         names = ", ".join(shown(name) for name in list(rows)[:5])
         instead = f"a list of rows: this has the keys {names}; give one of them, if they are splits"
-    elif write is not None:
-        instead = f"a list of rows: write {write}"
     elif not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         instead = "a sequence, which has a length and an order: write list(..)"
     else:

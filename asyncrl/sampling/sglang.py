@@ -89,8 +89,9 @@ class SGLang(Fleet):
     ) -> Self:
         """Real SGLang servers of our own on this machine, which start when this is opened and end with it.
 
-        ``model``: the folder that the learner starts from, or all options of a server. ``lora``: what is trained, if
-        it is an adapter. ``log_directory``: gets what the servers print, None keeps it in temporary files.
+        ``model``: what the learner starts from (its folder, or its name on the Hugging Face hub if it is in the local
+        cache), or all options of a server. ``lora``: what is trained, if it is an adapter. ``log_directory``: gets
+        what the servers print, None keeps it in temporary files.
         """
         from asyncrl.servers.sglangcommand import SGLangOptions
         from asyncrl.servers.sglangserver import LaunchedServers

@@ -17,6 +17,7 @@ import anyio
 
 from asyncrl.errors import ConfigError, ServerUnavailable
 from asyncrl.flags import add_flags
+from asyncrl.learning.modelfolder import find_model
 from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.embedded.options import ServerOptions
 from asyncrl.servers.machine import read_secret
@@ -41,6 +42,7 @@ _OTHER_FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "arguments": {"arguments": {"nargs": "*", "help": "after --: further arguments of SGLang's own command"}},
 }
 """Options of a server that are not given as what they are: the flags, as ``argparse`` has them."""
+_DOWNLOAD = "fetch a model that is not on this machine from the Hugging Face hub"
 _PORT = 30_000
 
 
@@ -54,6 +56,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("embedded only"), ServerOptions, own - real)
     sglang = parser.add_argument_group("sglang only")
     add_flags(sglang, SGLangOptions, real - own)
+    both.add_argument("--download", action="store_true", default=argparse.SUPPRESS, help=_DOWNLOAD)
     for name, flags in _OTHER_FLAGS.items():
         for flag, options in flags.items():
             (both if name == "api_key" else sglang).add_argument(flag, **{"default": argparse.SUPPRESS, **options})
@@ -65,17 +68,22 @@ def serve(backend: str, given: Mapping[str, Any], *, say: Callable[[str], None],
     Raises ``ConfigError`` before anything starts, ``ServerUnavailable`` if SGLang ends.
     """
     options = {name: value for name, value in given.items() if value != []}
+    download = options.pop("download", False)
     _refuse_others(backend, options)
     for name, key in (("api_key_env", "api_key"), ("admin_key_env", "admin_key")):
         if name in options:
             options[key] = read_secret(f"--{name.replace('_', '-')}", options.pop(name))
     if backend == "embedded":
+        if download:
+            find_model(options["model"], download=True, key="--model")
         say("loading torch and the model")
         from asyncrl.servers.serve import run_server
 
         run_server(ServerOptions(**options))
         return
     found = read_options(options)
+    if download:
+        find_model(found.model, download=True, key="--model")
 
     async def work() -> None:
         await _serve_sglang(found, say)

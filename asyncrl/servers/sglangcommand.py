@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import ConfigError, require_count
+from asyncrl.learning.modelfolder import find_model
 from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.install import installed_python
 from asyncrl.servers.machine import has_module, visible_gpus
@@ -37,7 +38,7 @@ class SGLangOptions:
     """A real SGLang server on this machine. What is None is left to SGLang, if nothing else is said."""
 
     model: Path
-    """Folder with a model and its tokenizer."""
+    """Folder with a model and its tokenizer, or a name of the Hugging Face hub that is in the local cache."""
     python: Path | None = None
     """Interpreter that has SGLang; None: this one if it has, else what ``asyncrl install-sglang`` made."""
     device: Device = "auto"
@@ -132,13 +133,11 @@ class Command:
 
 def plan_here(options: SGLangOptions) -> Command:
     """The command on this machine; reads the disk. Raises ``ConfigError``, also for a model that cannot be served."""
-    path = options.model / "config.json"
-    if not path.is_file():
-        raise ConfigError.for_value("model", str(options.model), "a folder with a model (there is no config.json)")
+    options = replace(options, model=find_model(options.model))
     machine = Machine.found()
     command = plan_command(options, machine)
     if options.lora and _device(options, machine, _interpreter(options, machine)) == "cpu":
-        _check_padding(json.loads(path.read_bytes()), options)
+        _check_padding(json.loads((options.model / "config.json").read_bytes()), options)
     return command
 
 

@@ -24,6 +24,7 @@ import orjson
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
 from asyncrl.learning.base import model_vocab_size
+from asyncrl.learning.modelfolder import find_model
 from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, open_client
 from asyncrl.servers.launch import Child, child_process
@@ -135,8 +136,8 @@ class LaunchedServers:
 
     @property
     def vocab_size(self) -> int:
-        """Of their model. Raises ``ConfigError`` if its folder does not say."""
-        return model_vocab_size(self.options.model)
+        """Of their model. Raises ``ConfigError`` if there is none, or if its folder does not say."""
+        return model_vocab_size(find_model(self.options.model))
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Sequence[str], None]:

@@ -38,7 +38,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         require_count("evaluation.every", self.every, least=0)
         require_count("evaluation.group_size", self.group_size, least=1)
-        checked_rows(self.rows, "evaluation.rows")
+        object.__setattr__(self, "rows", checked_rows(self.rows, "evaluation.rows"))
         if self.temperature is not None and self.temperature < 0:
             raise ConfigError.for_value("evaluation.temperature", self.temperature, "at least 0")
 
@@ -63,7 +63,7 @@ class Evaluator:
                 failed.append(group.error)
 
         async with anyio.create_task_group() as tasks:
-            for index, row in enumerate(checked_rows(self.rows)):
+            for index, row in enumerate(self.rows):
                 tasks.start_soon(LazyCoroutine, run, index, row)
         if not groups:
             raise failed[0]

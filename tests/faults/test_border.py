@@ -329,8 +329,23 @@ class _Sized:
         return {"i": range(3)[index]}
 
 
-class _Frame:
-    """As pandas has it: a length, and columns by name."""
+NO_ROWS: Sequence[tuple[Any, str]] = (
+    ({"train": [1], "test": [2]}, "'train', 'test'"),
+    ("data.jsonl", "rl.load_rows"),
+    (Path("data.jsonl"), "rl.load_rows"),
+    (b"rows", "read the file"),
+    ((i for i in range(3)), "list(..)"),
+    (iter([1]), "list(..)"),
+    ({1, 2}, "list(..)"),
+    (None, "list(..)"),
+    (7, "list(..)"),
+    ([], "at least one row"),
+    ((), "at least one row"),
+)
+
+
+class _Pandas:
+    """A frame: a length, columns by name, and rows by a method of its own."""
 
     def __len__(self) -> int:
         return 2
@@ -340,21 +355,47 @@ class _Frame:
 
     def iterrows(self) -> Any: ...
 
+    def to_dict(self, kind: str) -> Any:
+        assert kind == "records"
+        return [{"a": 1}, {"a": 2}]
 
-NO_ROWS: Sequence[tuple[Any, str]] = (
-    ({"train": [1], "test": [2]}, "'train', 'test'"),
-    ("data.jsonl", "read the file"),
-    (Path("data.jsonl"), "read the file"),
-    (b"rows", "read the file"),
-    ((i for i in range(3)), "list(..)"),
-    (iter([1]), "list(..)"),
-    ({1, 2}, "list(..)"),
-    (None, "list(..)"),
-    (7, "list(..)"),
-    ([], "at least one row"),
-    ((), "at least one row"),
-    (_Frame(), "to_dict('records')"),
-)
+
+class _Polars:
+    def __len__(self) -> int:
+        return 2
+
+    def iter_rows(self) -> Any: ...
+
+    def to_dicts(self) -> Any:
+        return [{"a": 1}, {"a": 2}]
+
+    __getitem__ = _Pandas.__getitem__
+
+
+class _Arrow:
+    def __len__(self) -> int:
+        return 2
+
+    def to_pylist(self) -> Any:
+        return [{"a": 1}, {"a": 2}]
+
+    __getitem__ = _Pandas.__getitem__
+
+
+class _Dataset:
+    """As the library datasets has it: rows by their number."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Any:
+        return {"a": range(1, 3)[number]}
+
+
+@pytest.mark.parametrize("rows", [_Pandas(), _Polars(), _Arrow(), _Dataset()], ids=lambda value: type(value).__name__)
+def test_tables_and_datasets_of_other_libraries_are_rows(rows: Any) -> None:
+    """A frame has a dict for each row, though iterating over it would give its columns."""
+    assert rl.Evaluator(rows=rows).rows == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize(("rows", "message"), NO_ROWS, ids=lambda value: type(value).__name__)

@@ -72,7 +72,7 @@ async def test_a_learner_that_is_not_open_says_so(model_path: Path) -> None:
 
 def test_wrong_options_are_refused_before_anything_is_loaded(model_path: Path, tmp_path: Path) -> None:
     """At construction, with the name of the option."""
-    with pytest.raises(ConfigError, match=r"model is .*no config\.json"):
+    with pytest.raises(ConfigError, match=r"model is .*there is no folder"):
         TorchLearner(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"model\.dtype is 'int8'"):
         TorchLearner(model_path, dtype="int8")  # type: ignore[arg-type]

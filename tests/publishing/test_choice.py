@@ -17,6 +17,7 @@ from asyncrl.recipe.config import load_recipe
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.testing.server import ScriptedServer, network
 from asyncrl.testing.theta import ThetaLearner, read_theta, write_theta
+from tests.modelfolder import write_model
 
 URL = "http://127.0.0.1:30001"
 
@@ -175,7 +176,7 @@ lr = 1e-3
 
 def test_a_recipe_says_all_of_it(tmp_path: Path) -> None:
     """The keys of ``[publication]`` are those of ``Policy``."""
-    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    write_model(tmp_path, '{"vocab_size": 256}')
     (tmp_path / "env.py").write_text(
         "import asyncrl as rl\nclass Guess(rl.Env):\n    reset = reward = None\ndef rows(): return [1]\n",
         encoding="utf-8",

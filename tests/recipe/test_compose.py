@@ -11,9 +11,11 @@ from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.recipe.compose import ComposedRun, compose
 from asyncrl.recipe.config import load_recipe
 from asyncrl.recipe.references import resolve
+from tests.modelfolder import write_model
 
 ENV = """
 import asyncrl as rl
+from tests.modelfolder import write_model
 
 BUILT = []
 
@@ -47,14 +49,12 @@ def heldout():
 
 def build(directory):
     BUILT.append(directory)
-    (directory / "config.json").write_text('{"vocab_size": 8}')
+    write_model(directory, '{"vocab_size": 8}')
 
 
 def late_build(directory):
-    (directory / "config.json").write_text("second")
-    first = directory.with_name(directory.name[1:].rpartition(".")[0])  # what another run has made meanwhile
-    first.mkdir()
-    (first / "config.json").write_text("first")
+    write_model(directory, "second")
+    write_model(directory.with_name(directory.name[1:].rpartition(".")[0]), "first")  # by another run meanwhile
 
 
 def broken_build(directory):
@@ -82,8 +82,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe with its Python file and its model folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "env.py").write_text(ENV, encoding="utf-8")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
+    write_model(tmp_path / "model")
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE, encoding="utf-8")
     return path

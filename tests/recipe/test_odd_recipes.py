@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl.cli.main import main
 from asyncrl.recipe.config import SECTIONS, load_recipe
+from tests.modelfolder import write_model
 
 CODE = """
 import asyncio
@@ -199,8 +200,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("asyncrl.training.attended._take_steps", no_steps)
     (tmp_path / "env.py").write_text(CODE, encoding="utf-8")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
+    write_model(tmp_path / "model")
     return tmp_path
 
 
@@ -329,11 +329,11 @@ def test_what_cannot_be_a_run_directory_is_refused(folder: Path, option: str, pa
 REFUSED = {
     ("data", "train"): {
         "nothing": "what data.train = 'env.py:nothing' returned is None",
-        "needs": "a function without arguments that returns a list of rows: missing a required argument: 'path'",
+        "needs": "the other keys of [data]: missing a required argument: 'path'",
         "raises": "which raised: KeyError: 'train' (",
         "inside": "which raised: ValueError: math domain error (",
         "leaves": "which raised: SystemExit: 3 (",
-        "later": "a function without arguments that returns a list of rows: it is an async function",
+        "later": "the other keys of [data]: it is an async function",
         "endless": "returned is <generator object endless",
         "number": "returned is 7",
         "text": "returned is 'rows.jsonl', but must be the rows themselves",

@@ -17,11 +17,12 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.errors import ConfigError
 from asyncrl.servers.serve import ServerOptions, _bind, run_server
+from tests.modelfolder import write_model
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     """The folder has no weights, so loading it would be another error."""
-    (tmp_path / "config.json").write_text("{}")
+    write_model(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -61,6 +62,6 @@ async def test_the_process_serves_and_ends_in_order(tiny_model: Callable[..., Pa
 @pytest.mark.slow
 def test_a_model_that_is_not_known_is_a_plain_configuration_error(tmp_path: Path) -> None:
     """So that the command ends with the exit code for bad options."""
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    write_model(tmp_path, '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ConfigError, match="no forward pass for the architecture GPT2LMHeadModel"):
         run_server(ServerOptions(model=tmp_path, port=0))

@@ -17,6 +17,7 @@ from asyncrl.learning.options import LoraConfig
 from asyncrl.servers import sglangcommand
 from asyncrl.servers.serving import read_options
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions
+from tests.modelfolder import write_model
 from tests.servers.test_sglang_server import STAND_IN
 
 HERE = Machine(interpreter=Path(sys.executable), has_sglang=True, installed=None, gpus=())
@@ -25,8 +26,7 @@ HERE = Machine(interpreter=Path(sys.executable), has_sglang=True, installed=None
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """As much of a model as is looked at."""
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
+    return write_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ import sys
 from asyncrl.cli.main import main
 from asyncrl.servers import sglangcommand
 from asyncrl.servers.sglangcommand import Command
+from tests.modelfolder import write_model
 sglangcommand.plan_command = lambda options, machine: Command(
     arguments=(sys.executable, "-c", {STAND_IN!r}, str(options.port)), environment={{}}, secrets={{}}
 )

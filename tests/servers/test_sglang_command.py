@@ -11,6 +11,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.learning.options import LoraConfig
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions, plan_command, plan_here, split_gpus
+from tests.modelfolder import write_model
 
 OWN, INSTALLED = Path("/own/python"), Path("/installed/python")
 LAPTOP = Machine(interpreter=OWN, has_sglang=False, installed=INSTALLED, gpus=())
@@ -179,7 +180,7 @@ def test_a_model_whose_adapters_would_end_the_cpu_server_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang pads the model there and not the adapter, and dies at its first use."""
-    (tmp_path / "config.json").write_text('{"intermediate_size": 48}')
+    write_model(tmp_path, '{"intermediate_size": 48}')
     monkeypatch.setattr(Machine, "found", lambda: LAPTOP)
     with pytest.raises(ConfigError, match=r"multiple of 32, for adapters on a CPU: it is 48"):
         plan_here(SGLangOptions(model=tmp_path, lora=LoraConfig(r=4)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, require_count
+from asyncrl.learning.modelfolder import find_model
 
 __all__ = ["ServerOptions"]
 
@@ -17,7 +18,8 @@ class ServerOptions:
     """What is served, and where."""
 
     model: Path
-    """Folder with a model of the Llama family and its tokenizer."""
+    """Folder with a model of the Llama family and its tokenizer, or a name of the Hugging Face hub that is in the local
+    cache."""
     host: str = "127.0.0.1"
     """Anything but loopback needs ``api_key``."""
     port: int = 30_000
@@ -37,8 +39,6 @@ class ServerOptions:
     """Of one request; a prompt of a million tokens takes about 7 million."""
 
     def __post_init__(self) -> None:
-        if not (self.model / "config.json").is_file():
-            raise ConfigError.for_value("--model", str(self.model), "a folder with a model (there is no config.json)")
         if self.host not in _LOOPBACK and not self.api_key:
             raise ConfigError.for_value(
                 "--host", self.host, f"one of {', '.join(_LOOPBACK)}, or be used with an API key"
@@ -52,3 +52,4 @@ class ServerOptions:
         for key, value in (("context-length", self.context_length), ("max-total-tokens", self.max_total_tokens)):
             if value is not None:
                 require_count(f"--{key}", value, least=2)
+        object.__setattr__(self, "model", find_model(self.model, key="--model"))

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.servers.embedded.options import ServerOptions
+from tests.modelfolder import write_model
 from tests.servers.embedded.calls import Serving, body, post
 
 
@@ -76,6 +77,6 @@ async def test_the_server_says_what_it_is(serving: Serving) -> None:
 )
 def test_bad_options_are_named(options: dict[str, Any], key: str, tmp_path: Path) -> None:
     """Before anything is loaded."""
-    (tmp_path / "config.json").write_text("{}")
+    write_model(tmp_path)
     with pytest.raises(ConfigError, match=key):
         ServerOptions(**{"model": tmp_path} | options)
