@@ -22,6 +22,7 @@ import anyio.to_thread
 from anyio.lowlevel import RunVar
 
 from asyncrl.concurrency.endings import first_error
+from asyncrl.concurrency.outside import waiting_outside
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 
 __all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
@@ -151,7 +152,8 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
         )
     call = _ThreadCall(function, name)
     try:
-        result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
+        with waiting_outside():
+            result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
     except asyncio.CancelledError:
         if call.begun:
             abandoned.append(call)

@@ -22,6 +22,7 @@ from typing import Any
 
 import anyio
 
+from asyncrl.concurrency.outside import waiting_outside
 from asyncrl.errors import InfrastructureError, RolloutTimeout
 from asyncrl.events import Events, Notice
 from asyncrl.plain import error_text
@@ -92,7 +93,7 @@ class Closing:
         thread = threading.Thread(target=_work, args=(function, outcome), name="asyncrl close", daemon=True)
         self._threads.append(thread)
         thread.start()
-        with anyio.move_on_after(CLOSE_S):
+        with anyio.move_on_after(CLOSE_S), waiting_outside():
             return await asyncio.wrap_future(outcome)
         raise _late()
 

@@ -30,6 +30,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from asyncrl.concurrency.outside import waiting_outside
 from asyncrl.errors import ConfigError, EnvironmentFailure, InfrastructureError
 from asyncrl.rollout.calls import Deadline, of_loop
 from asyncrl.rollout.worker import SENDABLE, Call, Reply, declared, packed, refuse_in_worker, unpacked
@@ -220,14 +221,16 @@ class _Process:
         done = False
         try:
             exchange = partial(self._exchange, request)
-            reply = await anyio.to_thread.run_sync(exchange, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+            limiter = anyio.CapacityLimiter(1)
+            with waiting_outside():
+                reply = await anyio.to_thread.run_sync(exchange, abandon_on_cancel=True, limiter=limiter)
             done = True
         finally:
             if not done:
                 self._killed = True
                 self._process.kill()  # which ends the thread too, and that closes the pipes
                 wait = self._process.wait
-                with anyio.move_on_after(_END_S, shield=True):
+                with anyio.move_on_after(_END_S, shield=True), waiting_outside():
                     await anyio.to_thread.run_sync(wait, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         return reply
 

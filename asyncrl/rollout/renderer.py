@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import anyio
 import numpy as np
 
+from asyncrl.concurrency.outside import waiting_outside
 from asyncrl.errors import ConfigError, require_choice
 from asyncrl.events import Events, Notice
 from asyncrl.rollout.announcement import AnnounceTools, announced, tagged
@@ -100,7 +101,10 @@ class _OffLoop:
             result = compute()
             self._learn(size, time.perf_counter() - started)
             return result
-        result, seconds = await anyio.to_thread.run_sync(_timed, compute, limiter=self._threads, abandon_on_cancel=True)
+        with waiting_outside():
+            result, seconds = await anyio.to_thread.run_sync(
+                _timed, compute, limiter=self._threads, abandon_on_cancel=True
+            )
         self._learn(size, seconds)
         return result
 

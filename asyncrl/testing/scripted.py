@@ -23,7 +23,7 @@ from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequen
 from asyncrl.publishing.policy import Policy
 from asyncrl.rollout.renderer import ParsedTurn
 from asyncrl.rollout.tools import Tool
-from asyncrl.sampling.base import ModelRef, SegmentRequest
+from asyncrl.sampling.base import ModelRef, Sampler, SegmentRequest
 from asyncrl.types import FloatArray, IntArray, Message, Segment, StopReason, VersionSpan
 
 __all__ = [
@@ -271,7 +271,7 @@ class ScriptedPublisher:
 
 def scripted_policy(
     *,
-    sampler: ScriptedSampler | None = None,
+    sampler: Sampler | None = None,
     learner: ScriptedLearner | None = None,
     publisher: ScriptedPublisher | None = None,
 ) -> Policy:

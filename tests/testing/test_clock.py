@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
+import asyncrl as rl
 from asyncrl.testing.clock import Deadlock, VirtualClock, run_virtual
 
 
@@ -61,14 +67,47 @@ def test_a_seed_shuffles_tasks_and_repeats() -> None:
     assert len({tuple(_order(seed)) for seed in range(10)}) > 5
 
 
-def test_a_thread_is_waited_for_within_the_grace() -> None:
-    """With a grace, a short thread call does not look like a deadlock."""
+def test_threads_are_waited_for() -> None:
+    """However long they take, time stands still meanwhile, and nothing is called a deadlock."""
 
-    async def main() -> int:
-        with anyio.fail_after(1):
-            return await anyio.to_thread.run_sync(lambda: 7)
+    async def main() -> float:
+        with anyio.fail_after(0.001):
+            await anyio.to_thread.run_sync(time.sleep, 0.05)
+            await asyncio.to_thread(time.sleep, 0.05)
+            await anyio.sleep(0.0005)
+        return anyio.current_time()
 
-    assert run_virtual(main, grace_s=2.0) == 7
+    assert run_virtual(main) == 0.0005
+
+
+@rl.in_process
+def _square(number: int) -> int:
+    return number * number
+
+
+@pytest.mark.slow
+def test_processes_are_waited_for() -> None:
+    """Also while they start."""
+
+    async def main() -> tuple[int, float]:
+        with anyio.fail_after(0.001):
+            return await _square(7), anyio.current_time()
+
+    assert run_virtual(main) == (49, 0.0)
+
+
+def test_a_thread_that_never_returns_is_a_deadlock_in_the_end() -> None:
+    """After the grace, if no deadline is pending either."""
+    release = threading.Event()
+
+    async def main() -> None:
+        await anyio.to_thread.run_sync(release.wait, abandon_on_cancel=True)
+
+    try:
+        with pytest.raises(Deadlock, match=r"threads that have not returned in 0\.01 real seconds"):
+            run_virtual(main, grace_s=0.01)
+    finally:
+        release.set()
 
 
 def test_asyncio_still_has_the_private_names_that_shuffling_needs() -> None:
