@@ -7,12 +7,12 @@ are not frozen: each segment brings several, and a frozen dataclass takes three 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from asyncrl.errors import ObserverError, StalenessError
-from asyncrl.types import BarrierWait
+from asyncrl.types import BarrierWait, Group
 
 __all__ = [
     "BarrierOpened",
@@ -35,6 +35,7 @@ __all__ = [
     "MemberResumed",
     "Notice",
     "RequestRepeated",
+    "RolloutsFinished",
     "SegmentSampled",
     "StepFinished",
     "ToolCalled",
@@ -258,6 +259,22 @@ class VersionPublished(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class RolloutsFinished(Event):
+    """The trajectories of a step or of an evaluation, which nobody changes any more.
+
+    Only observers that name this kind get it: others, such as files of events, would keep or write all of them.
+    """
+
+    n: int
+    """The step, or the one that the evaluation follows (0: before the first)."""
+    version: int
+    """Committed while the step was trained, or measured."""
+    groups: Sequence[Group] = field(repr=False)
+    evaluation: str = ""
+    """Name of the evaluation; empty for a step."""
+
+
+@dataclass(slots=True, kw_only=True)
 class EvaluationFinished(Event):
     """An evaluation of policy ``version`` ended."""
 
@@ -295,7 +312,10 @@ class Events:
         # Kind -> its observers, worked out at the first event of the kind.
 
     def subscribe(self, observer: Observer, *, kinds: tuple[type[Event], ...] = (Event,)) -> Callable[[], None]:
-        """Call ``observer`` with each later event of these kinds; the returned function ends that."""
+        """Call ``observer`` with each later event of these kinds; the returned function ends that.
+
+        ``Event`` stands for all kinds but ``RolloutsFinished``.
+        """
         entry = (observer, kinds)
         self._observers.append(entry)
         self._routes = {}
@@ -327,6 +347,10 @@ class Events:
 
     def _route(self, kind: type[Event]) -> tuple[Observer, ...]:
         """Who observes events of this kind, when that is asked for the first time."""
-        observers = tuple(observer for observer, kinds in self._observers if issubclass(kind, kinds))
+        observers = tuple(
+            observer
+            for observer, kinds in self._observers
+            if (kind in kinds if kind is RolloutsFinished else issubclass(kind, kinds))
+        )
         self._routes[kind] = observers
         return observers

@@ -7,18 +7,24 @@ refused, and whose fault that is, is decided by the callers.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from numbers import Real
 from types import NoneType
 from typing import Any, TypeVar
 
+import orjson
+
 __all__ = [
     "are_plain",
     "copied",
+    "dumps",
     "error_text",
     "jsonable",
+    "loads",
     "metric",
     "number",
     "numbers",
@@ -36,6 +42,7 @@ _DEEPEST = 100
 # Levels of nesting; JSON of other programs ends at 128 or more.
 _LARGEST = 10**4000
 # Python writes no integer of more than 4,300 digits as text.
+_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _IMMUTABLE = frozenset((str, int, float, bool, bytes, complex, NoneType))
 
 
@@ -131,25 +138,27 @@ def jsonable(value: object, odd: Callable[[str, object], object] | None = None) 
 
     ``odd(path, value)`` says what stands for anything that JSON does not have, or raises; by default its text does.
     """
-    return _jsonable(value, odd or (lambda path, value: shown(value)), "", 0)
+    return _jsonable(value, odd or (lambda path, value: shown(value)), "", ())
 
 
-def _jsonable(value: object, odd: Callable[[str, object], object], path: str, depth: int) -> Any:
+def _jsonable(value: object, odd: Callable[[str, object], object], path: str, around: tuple[int, ...]) -> Any:
+    """``around``: the ids of the containers that ``value`` is in."""
     if isinstance(value, str):
         return text(value)
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, Mapping | list | tuple):
-        return _scalar(value, odd, path, depth)
-    if depth == _DEEPEST:
+        return _scalar(value, odd, path, around)
+    if len(around) == _DEEPEST or id(value) in around:
         return odd(path, value)
+    inside = (*around, id(value))
     if isinstance(value, Mapping):
         named = ((key if isinstance(key, str) else str(odd(f"{path}[key]", key)), item) for key, item in value.items())
-        return {text(key): _jsonable(item, odd, f"{path}[{shown(key)}]", depth + 1) for key, item in named}
-    return [_jsonable(item, odd, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return {text(key): _jsonable(item, odd, f"{path}[{shown(key)}]", inside) for key, item in named}
+    return [_jsonable(item, odd, f"{path}[{index}]", inside) for index, item in enumerate(value)]
 
 
-def _scalar(value: object, odd: Callable[[str, object], object], path: str, depth: int) -> Any:
+def _scalar(value: object, odd: Callable[[str, object], object], path: str, around: tuple[int, ...]) -> Any:
     """A number or text of any library; also an array or tensor, which is a list."""
     try:
         found = value.tolist() if hasattr(value, "tolist") else value
@@ -159,8 +168,38 @@ def _scalar(value: object, odd: Callable[[str, object], object], path: str, dept
     except Exception:  # noqa: BLE001  whatever an object of anybody's raises, it is not JSON
         return odd(path, value)
     if isinstance(found, list):
-        return _jsonable(found, odd, path, depth)
+        return _jsonable(found, odd, path, around)
     return written if math.isfinite(written) else None
+
+
+def dumps(value: object) -> bytes:
+    """``value`` as JSON. What JSON does not have is written as text that describes it: what is saved must be readable,
+    whatever an environment does to its messages while it runs.
+    """
+    try:
+        return orjson.dumps(value, option=_JSON_OPTIONS)
+    except TypeError:
+        if not isinstance(value, dict):
+            return json.dumps(jsonable(value, _described), separators=(",", ":")).encode()
+    # Only what is odd takes the long way, and what is JSON already stays.
+    parts = {text(str(key)): item for key, item in value.items()}
+    return orjson.dumps(
+        {
+            key: item if isinstance(item, orjson.Fragment) else orjson.Fragment(dumps(item))
+            for key, item in parts.items()
+        }
+    )
+
+
+def loads(data: bytes) -> Any:
+    """What ``dumps`` wrote, integers of any size too."""
+    return json.loads(data)
+
+
+def _described(path: str, value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return jsonable({field.name: getattr(value, field.name) for field in fields(value)})
+    return shown(value)
 
 
 def copied(row: T) -> T:

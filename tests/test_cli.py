@@ -19,6 +19,7 @@ import asyncrl as rl
 from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, StepFinished
+from asyncrl.observe.rollouts import read_rollouts
 from asyncrl.observe.summary import RunSummary
 from asyncrl.recipe import compose as composition
 from asyncrl.recipe.compose import ComposedRun
@@ -149,6 +150,16 @@ def test_training_prints_one_line_and_leaves_its_files(case: _Case) -> None:
     assert [json.loads(step)["n"] for step in metrics] == [1, 2, 3, 4, 5]
     run = json.loads((case.directory / "run/run.json").read_text(encoding="utf-8"))
     assert run["configuration"]["trainer"]["steps"] == 5
+
+
+def test_training_keeps_what_was_said(case: _Case) -> None:
+    """As much of it as ``[run]`` wants, of steps and evaluations."""
+    case.heldout = [7]
+    assert case.train("--set", "run.rollouts=1", "--set", "run.rollout_tokens=true")[0] == 0
+    files = list(read_rollouts(case.directory / "run"))
+    assert [file.n for file in files] == [0, 1, 2, 3, 4, 5, 5]
+    assert [len(file.trajectories) for file in files] == [1] * 7
+    assert files[1].trajectories[0]["tokens"][-1] == END
 
 
 def test_overrides_reach_the_run_and_its_file(case: _Case) -> None:

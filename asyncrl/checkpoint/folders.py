@@ -12,7 +12,7 @@ from asyncrl.plain import shown
 
 __all__ = ["has_run", "make_folder", "new_folder", "require_run", "require_unused"]
 
-_RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "state", "weights", "journal")
+_RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "rollouts", "state", "weights", "journal")
 
 
 def new_folder(parent: Path, name: str) -> Path:

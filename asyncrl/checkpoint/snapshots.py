@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 
 from asyncrl.checkpoint.state import GroupState, Renewed, RunState
-from asyncrl.checkpoint.trajectories import TokenStore, TrajectoryReader, dumps, loads, trajectory_head
+from asyncrl.checkpoint.trajectories import TokenStore, TrajectoryReader, trajectory_head
 from asyncrl.errors import CheckpointError, EnvironmentFailure
 from asyncrl.files import LINES_END, damaged, discard, numbered, require_own, sealed, unsealed, write
-from asyncrl.plain import error_text
+from asyncrl.plain import dumps, error_text, loads
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
 from asyncrl.types import Group, Row, Trajectory

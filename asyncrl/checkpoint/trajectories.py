@@ -11,14 +11,13 @@ one at a time, by writing that little anew. A store is used by one thread at a t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
@@ -27,10 +26,10 @@ import orjson
 
 from asyncrl.errors import EnvironmentFailure
 from asyncrl.files import damaged, discard, numbered, reading, sync
-from asyncrl.plain import copied, error_text, jsonable, numbers, shown, text
+from asyncrl.plain import copied, dumps, error_text, loads, numbers
 from asyncrl.types import DropReason, Message, Row, Span, SpanKind, StopReason, ToolCall, Trajectory, TruncationCause
 
-__all__ = ["Stored", "TokenStore", "TrajectoryReader", "dumps", "frozen", "loads", "read_trajectory", "trajectory_head"]
+__all__ = ["Stored", "TokenStore", "TrajectoryReader", "frozen", "read_trajectory", "trajectory_head"]
 
 T = TypeVar("T")
 Stored: TypeAlias = Sequence[int]
@@ -42,40 +41,9 @@ _SHARD_BYTES = 64 * 2**20
 _LIVE_SHARE = 0.25
 # Below it a shard is given up: rewriting costs at most a third of what it frees.
 _TOKEN_BYTES = 4
-_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _APART = ("row", "spans", "messages", "error", "env_state")
 _NAMES = tuple(field.name for field in fields(Trajectory))
 _PLAIN = tuple(name for name in _NAMES if name not in _APART)
-
-
-def dumps(value: object) -> bytes:
-    """``value`` as JSON. What JSON does not have is written as text that describes it: a save must not fail, nor be
-    unreadable, because of what an environment does to its messages while it runs.
-    """
-    try:
-        return orjson.dumps(value, option=_OPTIONS)
-    except TypeError:
-        if not isinstance(value, dict):
-            return json.dumps(jsonable(value, _described), separators=(",", ":")).encode()
-    # Only what is odd takes the long way, and what is JSON already stays.
-    parts = {text(str(key)): item for key, item in value.items()}
-    return orjson.dumps(
-        {
-            key: item if isinstance(item, orjson.Fragment) else orjson.Fragment(dumps(item))
-            for key, item in parts.items()
-        }
-    )
-
-
-def loads(data: bytes) -> Any:
-    """What ``dumps`` wrote, integers of any size too."""
-    return json.loads(data)
-
-
-def _described(path: str, value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return jsonable({field.name: getattr(value, field.name) for field in fields(value)})
-    return shown(value)
 
 
 def frozen(traj: Trajectory) -> Trajectory:

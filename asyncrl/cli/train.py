@@ -51,7 +51,13 @@ def _train_recipe(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
     directory = _folder(arguments) or new_folder(Path(recipe.run.directory), recipe.path.resolve().parent.name)
     composed = compose(recipe, directory=directory)
     make_folder(directory, "--run-dir")
-    call = RunCall(trainer=composed.trainer, rows=composed.rows, steps=composed.steps, log=recipe.run.log)
+    call = RunCall(
+        trainer=composed.trainer,
+        rows=composed.rows,
+        steps=composed.steps,
+        log=recipe.run.log,
+        rollouts=recipe.rollouts,
+    )
     with noting_begin(arguments, call.trainer.events):
         end = attend(
             call,

@@ -23,6 +23,7 @@ from asyncrl.learning.advantages import Batchwise, GroupCentered
 from asyncrl.learning.losses import loss_from
 from asyncrl.learning.options import Adam, cosine
 from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.observe.kept import KeptRollouts
 from asyncrl.plain import shown
 from asyncrl.publishing.policy import Policy
 from asyncrl.recipe.tables import Key, Table, keys_of, override, parse_tables, read_keywords, read_table, require_known
@@ -143,7 +144,7 @@ class Servers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """``[run]``: what is left of a run."""
+    """Of ``[run]``: where the files of a run are; the other keys are those of ``KeptRollouts``."""
 
     directory: str = "runs"
     """Each run gets a new folder in it."""
@@ -182,7 +183,7 @@ SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "advantage": (keys_of(GroupCentered), keys_of(Batchwise)),
     "evaluation": (keys_of(Evaluator, without=("rows",)),),
     "checkpoint": ({"enabled": Key(True, bool)}, keys_of(Checkpointing, without=("run_dir", "on_signal"))),
-    "run": (keys_of(RunFolder),),
+    "run": (keys_of(RunFolder), keys_of(KeptRollouts)),
 }
 """The keys of each section, apart by what they are for. Others of ``[env]``, ``[data]`` and ``[loss]`` are keywords of
 the user's functions and of the loss; an option that another section gives, or that is not for a file, is left out."""
@@ -211,6 +212,7 @@ class Recipe:
     evaluation: Keywords
     checkpointing: Keywords | None
     run: RunFolder
+    rollouts: KeptRollouts
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -246,6 +248,7 @@ def _read_recipe(path: Path, tables: Table) -> Recipe:
     [publication] = _read(tables, "publication")
     [rollout] = _read(tables, "rollout")
     [evaluation] = _read(tables, "evaluation")
+    left, rollouts = _read(tables, "run")
     rules: dict[str, Any] = {name: read_table(kind, tables.get(name, {}), name) for name, kind in _RULES.items()}
     return Recipe(
         path=path,
@@ -269,7 +272,8 @@ def _read_recipe(path: Path, tables: Table) -> Recipe:
         steps=run["steps"],
         evaluation=evaluation,
         checkpointing=checkpointing if saved["enabled"] else None,
-        run=read_table(RunFolder, tables.get("run", {}), "run"),
+        run=RunFolder(**left),
+        rollouts=KeptRollouts(**rollouts),
     )
 
 

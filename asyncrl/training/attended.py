@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,6 +21,8 @@ from asyncrl.checkpoint.folders import has_run, make_folder
 from asyncrl.concurrency.endings import FirstError
 from asyncrl.events import Notice
 from asyncrl.observe.console import Reporting, reporting, until_signal
+from asyncrl.observe.kept import KeptRollouts
+from asyncrl.observe.rollouts import write_rollouts
 from asyncrl.observe.sinks import read_results, write_events
 from asyncrl.observe.summary import RunSummary
 from asyncrl.training.trainer import AsyncTrainer
@@ -40,6 +42,7 @@ class RunCall:
     steps: int
     on_step: OnStep | None = None
     log: Reporting = "console"
+    rollouts: KeptRollouts = field(default_factory=KeptRollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,7 @@ async def _take_steps(call: RunCall, directory: Path | None, done: list[Step]) -
     async with contextlib.AsyncExitStack() as stack:
         if directory is not None:
             await stack.enter_async_context(write_events(directory, call.trainer.events))
+            await stack.enter_async_context(write_rollouts(directory, call.trainer.events, call.rollouts))
         await stack.enter_async_context(contextlib.aclosing(steps))
         async for step in steps:
             await _tell(call.on_step, step)

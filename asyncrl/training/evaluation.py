@@ -16,12 +16,15 @@ import anyio
 
 from asyncrl.concurrency.endings import LazyCoroutine
 from asyncrl.errors import ConfigError, require_count
-from asyncrl.events import EvaluationFinished, Events, Notice
+from asyncrl.events import EvaluationFinished, Events, Notice, RolloutsFinished
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import EngineSession
 from asyncrl.types import Group, Row
 
 __all__ = ["Evaluator"]
+
+_NAME = "heldout"
+# Of the rows that are measured: a run has no others.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +49,11 @@ class Evaluator:
         """True if an evaluation follows step ``n`` of ``steps`` (0: before the first)."""
         return n in (0, steps) or (self.every > 0 and n % self.every == 0)
 
-    async def evaluate(self, session: EngineSession) -> Mapping[str, float]:
-        """Roll out all rows under the published version. Emits ``EvaluationFinished`` and returns its metrics."""
+    async def evaluate(self, session: EngineSession, *, n: int = 0) -> Mapping[str, float]:
+        """Roll out all rows under the published version, after step ``n``.
+
+        Emits ``RolloutsFinished`` and ``EvaluationFinished``, and returns the metrics.
+        """
         version = session.clock.published
         groups: list[Group] = []
         failed: list[BaseException] = []
@@ -67,6 +73,10 @@ class Evaluator:
                 tasks.start_soon(LazyCoroutine, run, index, row)
         if not groups:
             raise failed[0]
+        if session.events.wants(RolloutsFinished):
+            in_order = sorted(groups, key=lambda group: group.index)
+            now = anyio.current_time()
+            session.events.emit(RolloutsFinished(time=now, n=n, version=version, groups=in_order, evaluation=_NAME))
         metrics = {**_metrics(groups), "failed_rows": float(len(failed))}
         session.events.emit(EvaluationFinished(time=anyio.current_time(), version=version, metrics=metrics))
         return metrics

@@ -117,7 +117,7 @@ class TrainingRun:
             return 0.0  # the last: by an earlier process
         started = anyio.current_time()
         await self.clock.wait_published(self.clock.committed)
-        await evaluator.evaluate(self.session)
+        await evaluator.evaluate(self.session, n=n)
         await self.saver.note_evaluated(n)
         return anyio.current_time() - started
 

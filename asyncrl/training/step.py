@@ -19,6 +19,7 @@ from asyncrl.events import (
     ChunkTrained,
     GroupConsumed,
     LearnerStepped,
+    RolloutsFinished,
     StepFinished,
     VersionCommitted,
 )
@@ -166,12 +167,15 @@ class TrainerStep:
         run.admission.end_batch(version)
         self._is_committed = True
         run.record.commit(self.n)
+        now = anyio.current_time()
         if version is not None:
-            now = anyio.current_time()
             self._events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
             self._events.emit(VersionCommitted(time=now, version=version))
         for event in consumed:
             self._events.emit(event)
+        if self._events.wants(RolloutsFinished):
+            groups = tuple(self.groups)
+            self._events.emit(RolloutsFinished(time=now, n=self.n, version=self._version, groups=groups))
         if version is not None:
             self.times.end("optimizer")
         run.observers.untrained.add(self.groups, version=self._version, made_version=version is not None)
