@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: train | demo | eval | serve | install-sglang | simulate | render.
+"""The ``asyncrl`` command: train | demo | eval | serve | simulate | render | install-..
 
 It reads the arguments, hands them to a command, and maps what happens to an exit code. Each command is a file beside
 this one; composition is in ``recipe``, the work in its owners.
@@ -11,7 +11,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 
-from asyncrl.cli import evaluate, render, serve, simulate, train
+from asyncrl.cli import evaluate, install, render, serve, simulate, train
 from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import ConfigError
@@ -52,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = Commands(parser)
-    for command in (train, evaluate, simulate, render, serve):
+    for command in (train, evaluate, simulate, render, serve, install):
         command.add(commands)
     return parser

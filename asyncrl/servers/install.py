@@ -8,21 +8,17 @@ not needed: there SGLang is installed as its authors say, or with ``pip install 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from asyncrl.errors import ConfigError, ServerUnavailable
-from asyncrl.servers.machine import cache_directory, program
+from asyncrl.errors import ConfigError
+from asyncrl.servers.machine import cache_directory
+from asyncrl.servers.packages import find_uv, one_at_a_time, run_installer
 
 __all__ = ["SGLANG_VERSION", "Installed", "commands", "install_sglang", "installed_python", "sglang_directory"]
 
@@ -32,7 +28,6 @@ SGLANG_VERSION = "0.5.23"
 _REQUIREMENTS = Path(__file__).with_name("sglang-cpu.txt")
 _BEGUN = "asyncrl-begun"
 _COMPLETE = "asyncrl-complete.json"
-_ERROR_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,7 @@ def install_sglang(directory: Path | None = None, *, say: Callable[[str], None])
     python = installed_python(directory)
     made = False
     if python is None:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(directory.with_name(directory.name + ".lock"), say):
+        with one_at_a_time(directory, say):
             # Another process may have made it while this one waited.
             python = installed_python(directory)
             if python is None:
@@ -93,9 +87,9 @@ def _make(directory: Path, say: Callable[[str], None]) -> Path:
     (directory / _BEGUN).touch()
     python = directory / "bin" / "python"
     say(f"installing SGLang {SGLANG_VERSION} for the CPU into {directory}: some gigabytes, a minute or more")
-    for command in commands(directory, uv=_uv()):
+    for command in commands(directory, uv=find_uv()):
         # Not in a checkout, whose pyproject.toml would have a say in it.
-        _run(command, directory)
+        run_installer(command, directory)
     (directory / _COMPLETE).write_text(json.dumps(_identity()), encoding="utf-8")
     return python
 
@@ -117,43 +111,7 @@ def commands(directory: Path, *, uv: Sequence[str] | None) -> list[list[str]]:
     ]
 
 
-def _uv() -> list[str] | None:
-    if (found := program("uv")) is not None:
-        return [found]
-    return [sys.executable, "-m", "uv"] if importlib.util.find_spec("uv") else None
-
-
-def _run(command: Sequence[str], directory: Path) -> None:
-    """Run ``command`` with its output on stderr: stdout is for the result."""
-    with subprocess.Popen(
-        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        for line in process.stdout:
-            sys.stderr.write(line)
-            lines.append(line)
-    if process.returncode:
-        last = "".join(lines[-_ERROR_LINES:]).strip()
-        raise ServerUnavailable(f"{command[0]} ended with exit code {process.returncode}; its last lines:\n{last}")
-
-
 def _identity() -> dict[str, str]:
     """What an environment was made of; it is made anew when this changes."""
     digest = hashlib.sha256(_REQUIREMENTS.read_bytes()).hexdigest()
     return {"requirements": digest, "python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
-
-
-@contextmanager
-def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """One process at a time; the lock goes with its owner, however that ends."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        say(f"waiting for another process that makes {path.with_suffix('')}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

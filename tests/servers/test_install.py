@@ -84,7 +84,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         (directory / "bin").mkdir(exist_ok=True)
         (directory / "bin/python").touch()
 
-    monkeypatch.setattr(install, "_run", run)
+    monkeypatch.setattr(install, "run_installer", run)
     return found
 
 
@@ -131,7 +131,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, runs: list[Sequ
 
 def test_a_failed_install_is_an_error_with_the_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it does not count as installed."""
-    monkeypatch.setattr(install, "_uv", lambda: [sys.executable, "-c", "import sys; sys.exit('no such package')"])
+    monkeypatch.setattr(install, "find_uv", lambda: [sys.executable, "-c", "import sys; sys.exit('no such package')"])
     with pytest.raises(ServerUnavailable, match=r"(?s)exit code 1.*no such package"):
         install_sglang(tmp_path / "environment", say=lambda _: None)
     assert installed_python(tmp_path / "environment") is None
@@ -153,7 +153,7 @@ def run(command, directory):
     (directory / "bin/python").touch()
     print("running", flush=True)
     sys.stdin.readline()
-install._run = run
+install.run_installer = run
 print(install.install_sglang(Path({str(directory)!r}), say=lambda text: print(text, flush=True)).made, flush=True)
 """
     with _python(script) as first, _python("input()\n" + script) as second:
