@@ -8,4 +8,13 @@ from __future__ import annotations
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    """A public name, loaded now; ``__version__`` is that of the installed package."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
+    return _load(name)

@@ -24,6 +24,9 @@ from .training.running import run
 from .training.trainer import AsyncTrainer
 from .types import Step, Trajectory
 
+__version__: str
+"""Of the installed package."""
+
 __all__ = [
     "CISPO",
     "PPO",

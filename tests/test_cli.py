@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import asyncrl
 import asyncrl as rl
 from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
@@ -505,3 +506,11 @@ def test_help_documents_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     assert "exit codes:" in text
     assert "--set section.key=value" in text
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """For the command and for programs."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"asyncrl {asyncrl.__version__}\n"

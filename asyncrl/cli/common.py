@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncrl.events import Events
     from asyncrl.recipe.config import Recipe
 
-__all__ = ["EPILOG", "Commands", "add_overrides", "load", "noting_begin", "print_result"]
+__all__ = ["EPILOG", "CommandParser", "Commands", "add_overrides", "load", "noting_begin", "print_result"]
 
 EPILOG = """\
 stdout carries one JSON line, the result; progress and errors go to stderr.
@@ -32,15 +32,27 @@ exit codes:
 """
 
 
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command. ``late_epilog``: makes its epilog when it is shown, if that takes long to import."""
+
+    late_epilog: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        """The text of ``--help``."""
+        if self.late_epilog is not None:
+            self.epilog = self.late_epilog()
+        return super().format_help()
+
+
 class Commands:
     """The commands of ``parser``. Each file of a command adds its own."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._parsers = parser.add_subparsers(required=True, metavar="command")
+        self._parsers = parser.add_subparsers(required=True, metavar="command", parser_class=CommandParser)
 
     def add(
         self, name: str, run: Callable[[argparse.Namespace], None], text: str, *, epilog: str = EPILOG
-    ) -> argparse.ArgumentParser:
+    ) -> CommandParser:
         """Declare a command that calls ``run`` with its arguments; ``text`` says what it does."""
         formatter = argparse.RawDescriptionHelpFormatter
         added = self._parsers.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=formatter)

@@ -1,4 +1,4 @@
-"""``asyncrl install-sglang`` and ``asyncrl install-smollm``: the only commands that fetch packages, and only when asked."""
+"""``asyncrl install-sglang`` and ``asyncrl install-smollm``: the commands that fetch packages; nothing else does."""
 
 from __future__ import annotations
 

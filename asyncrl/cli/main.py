@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 
+import asyncrl
 from asyncrl.cli import evaluate, install, render, serve, simulate, train
 from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.concurrency.endings import first_error
@@ -35,6 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"asyncrl {asyncrl.__version__}")
+        parser.exit()
+
+
 def _report(error: BaseException, *, debug: bool, begun: bool) -> int:
     if debug:
         traceback.print_exception(error)
@@ -50,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Asynchronous reinforcement learning of language models.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        help="print it and end",
     )
     commands = Commands(parser)
     for command in (train, evaluate, simulate, render, serve, install):

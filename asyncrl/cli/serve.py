@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from asyncrl.cli.common import Commands
+from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.observe.console import say, until_signal
 from asyncrl.servers.serving import add_server_flags, serve
 
@@ -13,7 +13,17 @@ __all__ = ["add"]
 
 def add(commands: Commands) -> None:
     """Declare the command and its flags."""
-    add_server_flags(commands.add("serve", _serve, "serve a model folder: the embedded server, or a real SGLang"))
+    serve = commands.add("serve", _serve, "serve a model: the embedded server, or a real SGLang")
+    serve.late_epilog = _epilog
+    add_server_flags(serve)
+
+
+def _epilog() -> str:
+    """The routes of the embedded server, as they are: whoever writes a client looks here."""
+    from asyncrl.servers.routes import METHODS
+
+    lines = [f"  {method:<5}{route}" for route, method in sorted(METHODS.items(), key=lambda item: item[::-1])]
+    return "\n".join(["routes of the embedded server, which answers them as SGLang does:", *lines, "", EPILOG])
 
 
 def _serve(arguments: argparse.Namespace) -> None:

@@ -39,12 +39,18 @@ _TOKENIZERS = (
 
 
 def find_model(
-    model: str | Path, *, download: bool = False, key: str = "model", base: str | Path | None = None
+    model: str | Path,
+    *,
+    download: bool = False,
+    weights: bool = True,
+    key: str = "model",
+    base: str | Path | None = None,
 ) -> Path:
     """The folder of ``model``: a folder (``~`` too), or ``owner/name`` or ``owner/name@revision`` of the hub.
 
     A name is looked up in the cache of ``huggingface_hub`` (``HF_HOME``). With ``download`` what is not there is
     fetched into it, which takes minutes for a large model and shows its progress on stderr.
+    ``weights``: False if a tokenizer is enough, for what only reads and writes prompts.
     ``base``: folder that relative paths are seen from, by default the current one. ``key``: names it in errors.
 
     Blocking: in a program with a running event loop call it before, or in a thread. Raises ``ConfigError``.
@@ -52,7 +58,7 @@ def find_model(
     text = str(model)
     folder = _local(text, key, Path() if base is None else Path(base))
     if folder.is_dir():
-        return _complete(folder, f"{key} is {shown(text)}")
+        return _complete(folder, f"{key} is {shown(text)}", weights=weights)
     if folder.exists():
         raise ConfigError.for_value(key, text, "the folder of a model, not a file in it")
     name, _, revision = text.partition("@")
@@ -61,12 +67,12 @@ def find_model(
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{key} is {shown(text)}, but there is no folder {shown(str(folder))}{hint}")
     found = _cached(name, revision or None)
-    problem = None if found is None else _problem(found)
+    problem = None if found is None else _problem(found, weights=weights)
     if found is not None and problem is None:
         return found
     if not download:
         raise _not_here(key, text, folder, problem)
-    return _complete(_fetched(key, text, name, revision or None), f"{key} is {shown(text)}")
+    return _complete(_fetched(key, text, name, revision or None), f"{key} is {shown(text)}", weights=weights)
 
 
 def _local(text: str, key: str, base: Path) -> Path:
@@ -144,26 +150,32 @@ def _folders_in(folder: Path, prefix: str = "") -> list[str]:
         return []
 
 
-def _complete(folder: Path, said: str) -> Path:
-    if problem := _problem(folder):
+def _complete(folder: Path, said: str, *, weights: bool) -> Path:
+    if problem := _problem(folder, weights=weights):
         raise ConfigError(f"{said}, but must be a folder with a model: {problem} ({folder})")
     return folder
 
 
-def _problem(folder: Path) -> str | None:
+def _problem(folder: Path, *, weights: bool) -> str | None:
     """What a run would miss in ``folder``; None if all is there. The files themselves are not read."""
     try:
         names = {path.name for path in folder.iterdir()}
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
+    if weights and (problem := _problem_of_weights(folder, names)):
+        return problem
+    if not names.intersection(_TOKENIZERS):
+        return "there is no tokenizer (tokenizer.json) in it"
+    return None
+
+
+def _problem_of_weights(folder: Path, names: set[str]) -> str | None:
     if "config.json" not in names:
         return f"there is no config.json in it{_instead(names)}"
     if not names & {_WEIGHTS, _INDEX}:
         return f"there are no weights (model.safetensors) in it{_instead(names)}"
     if _WEIGHTS not in names and (missing := _missing_parts(folder / _INDEX, names)):
         return f"of its weights {len(missing)} files are missing: {', '.join(missing[:3])}"
-    if not names.intersection(_TOKENIZERS):
-        return "there is no tokenizer (tokenizer.json) in it"
     return None
 
 

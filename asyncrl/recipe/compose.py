@@ -100,7 +100,7 @@ def compose_prompts(recipe: Recipe) -> ComposedPrompts:
     """What of ``recipe`` decides on prompts: as ``compose``, without learner and servers. Raises ``ConfigError``."""
     with _named(recipe):
         rows = read_rows(recipe.data, "train", _folder(recipe))
-        return ComposedPrompts(env=_environment(recipe), rows=rows, model=_model(recipe))
+        return ComposedPrompts(env=_environment(recipe), rows=rows, model=_model(recipe, weights=False))
 
 
 @contextlib.contextmanager
@@ -181,12 +181,12 @@ def _evaluator(recipe: Recipe) -> Evaluator | None:
     return Evaluator(rows=read_rows(recipe.data, "heldout", _folder(recipe)), **recipe.evaluation)
 
 
-def _model(recipe: Recipe) -> Path:
-    """The model's folder, downloaded or made first if the recipe says so."""
-    model = recipe.model
+def _model(recipe: Recipe, *, weights: bool = True) -> Path:
+    """The model's folder, downloaded or made first if the recipe says so; ``weights`` as in ``find_model``."""
+    model, base = recipe.model, _folder(recipe)
     if model.source is None:
-        return find_model(str(model.path), download=model.download, key="model.path", base=_folder(recipe))
-    build = resolve("model.source", model.source, _folder(recipe))
+        return find_model(str(model.path), download=model.download, weights=weights, key="model.path", base=base)
+    build = resolve("model.source", model.source, base)
     options = model.source_options or {}
     folder = cache_directory() / "models" / _cache_name(model.source, _source_file(build), options)
     if not folder.is_dir():

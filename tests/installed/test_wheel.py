@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
-from tests.installed.conftest import Installed
+from tests.installed.conftest import CHECKOUT, Installed
 
 pytestmark = [pytest.mark.installed, pytest.mark.slow]
 
@@ -24,3 +25,18 @@ def test_the_wheel_has_the_recipes_and_nothing_of_the_tests(asyncrl: Installed) 
     assert (asyncrl.site / "asyncrl" / "__init__.pyi").is_file()
     assert not (asyncrl.site / "tests").exists()
     assert not list(asyncrl.site.rglob("__pycache__"))
+
+
+def test_the_wheel_says_what_it_is(asyncrl: Installed) -> None:
+    """Its version is that of the command and of the package; links, licence and extras are there."""
+    [info] = asyncrl.site.glob("asyncrl-*.dist-info")
+    about = Parser().parsestr((info / "METADATA").read_text(encoding="utf-8"))
+    assert asyncrl("--version").stdout == f"asyncrl {about['Version']}\n"
+    assert asyncrl.python("-c", "import asyncrl; print(asyncrl.__version__)").stdout == f"{about['Version']}\n"
+    links = dict(line.split(", ") for line in about.get_all("Project-URL") or ())
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= links.keys()
+    assert about["License-Expression"] == "Apache-2.0"
+    assert (info / "licenses" / "LICENSE").is_file()
+    assert {"plot", "sglang", "smollm"} == {*(about.get_all("Provides-Extra") or ())}
+    changes = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{about['Version']}]" in changes

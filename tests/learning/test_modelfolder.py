@@ -162,6 +162,14 @@ def test_an_incomplete_folder_is_refused_before_anything_starts(
     assert "there is no folder" in said and message in said and "To download it" in said
 
 
+def test_a_tokenizer_is_enough_for_what_only_renders(tmp_path: Path) -> None:
+    """Then nothing else has to be there, but that has."""
+    assert "there is no tokenizer" in _refusal(tmp_path, weights=False)
+    (tmp_path / "tokenizer.json").touch()
+    assert find_model(tmp_path, weights=False) == tmp_path
+    assert "there is no config.json" in _refusal(tmp_path)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(model=st.text(max_size=20) | st.from_regex(r"[\w./@~-]{1,20}", fullmatch=True))
 def test_any_text_is_a_model_or_refused(cache: Path, model: str) -> None:

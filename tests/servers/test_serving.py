@@ -13,8 +13,10 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from asyncrl.cli.main import main
+from asyncrl.errors import ConfigError
 from asyncrl.learning.options import LoraConfig
-from asyncrl.servers import sglangcommand
+from asyncrl.servers import serving, sglangcommand
+from asyncrl.servers.routes import METHODS
 from asyncrl.servers.serving import read_options
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions
 from tests.modelfolder import write_model
@@ -76,7 +78,9 @@ async def test_the_server_runs_in_the_foreground_until_a_signal(number: signal.S
     script = f"""
 import sys
 from asyncrl.cli.main import main
-from asyncrl.servers import sglangcommand
+from asyncrl.errors import ConfigError
+from asyncrl.servers import serving, sglangcommand
+from asyncrl.servers.routes import METHODS
 from asyncrl.servers.sglangcommand import Command
 from tests.modelfolder import write_model
 sglangcommand.plan_command = lambda options, machine: Command(
@@ -114,3 +118,28 @@ def test_a_server_that_ends_by_itself_is_a_failure(
         errors = capfd.readouterr().err
         assert "what the server says" in errors
         assert f"the SGLang server ended with exit code {code}" in errors
+
+
+def test_help_lists_the_routes_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of the embedded server, each with its method."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = {tuple(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {(method, route) for route, method in METHODS.items()} <= shown
+
+
+@pytest.mark.parametrize("backend", ["embedded", "sglang"])
+def test_a_model_is_downloaded_only_if_that_is_asked_for(
+    backend: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything starts, which is where this test ends it."""
+    asked: list[tuple[str, bool]] = []
+
+    def find(found: Path, *, download: bool, key: str) -> Path:
+        asked.append((str(found), download))
+        raise ConfigError(f"{key} is not there")
+
+    monkeypatch.setattr(serving, "find_model", find)
+    assert main(["serve", "--backend", backend, "--model", "own/model", "--download"]) == 2
+    assert asked == [("own/model", True)]
+    assert "--model is not there" in capsys.readouterr().err
