@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
+
 from asyncrl.checkpoint.folders import make_folder, new_folder, require_run, require_unused
 from asyncrl.cli.common import Commands, add_overrides, load, noting_begin, print_result
 from asyncrl.errors import ConfigError
@@ -42,6 +44,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _train_recipe(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
+    from asyncrl.recipe.checking import check_start
     from asyncrl.recipe.compose import compose
     from asyncrl.training.attended import RunCall, attend
 
@@ -50,6 +53,7 @@ def _train_recipe(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
         raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
     directory = _folder(arguments) or new_folder(Path(recipe.run.directory), recipe.path.resolve().parent.name)
     composed = compose(recipe, directory=directory)
+    anyio.run(check_start, recipe, composed, backend="asyncio")
     make_folder(directory, "--run-dir")
     call = RunCall(
         trainer=composed.trainer,

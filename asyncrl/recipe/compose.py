@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import inspect
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from asyncrl.recipe.references import call, require_keywords, resolve
 from asyncrl.recipe.rows import read_rows
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.rollout.env import Env
+from asyncrl.rollout.renderer import ChatRenderer, TextRenderer, load_renderer
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.sources import FileSource
 from asyncrl.servers.machine import cache_directory
@@ -39,7 +40,7 @@ from asyncrl.training.evaluation import Evaluator
 from asyncrl.training.trainer import AsyncTrainer
 from asyncrl.types import Row
 
-__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts"]
+__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts", "parts", "renderer_of"]
 
 _LEAST_ADAPTERS = 8
 _SPARE_ADAPTERS = 4
@@ -101,6 +102,24 @@ def compose_prompts(recipe: Recipe) -> ComposedPrompts:
     with _named(recipe):
         rows = read_rows(recipe.data, "train", _folder(recipe))
         return ComposedPrompts(env=_environment(recipe), rows=rows, model=_model(recipe, weights=False))
+
+
+def parts(recipe: Recipe) -> Mapping[str, Callable[[], Any]]:
+    """What ``compose`` puts together, by its keys: called, each is made or raises ``ConfigError`` by itself."""
+    made: dict[str, Callable[[], Any]] = {
+        "env": partial(_environment, recipe),
+        "data.train": partial(read_rows, recipe.data, "train", _folder(recipe)),
+        "model": partial(_model, recipe),
+    }
+    if recipe.data.heldout is not None:
+        made["data.heldout"] = partial(read_rows, recipe.data, "heldout", _folder(recipe))
+    return made
+
+
+def renderer_of(recipe: Recipe, model: Path) -> ChatRenderer | TextRenderer:
+    """How a run of ``recipe`` renders with the tokenizer in the folder ``model``. Raises ``ConfigError``."""
+    how = {name: recipe.engine[name] for name in ("stop", "template_options", "announce_tools")}
+    return load_renderer(model, recipe.engine["renderer"], **how)
 
 
 @contextlib.contextmanager
@@ -172,7 +191,7 @@ def _environment(recipe: Recipe) -> Callable[[], Env]:
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, Env)):
         raise ConfigError.for_value("env.factory", reference, "an Env class or a function that returns an Env")
     require_keywords("env", reference, factory, options)
-    return functools.partial(factory, **options)
+    return partial(factory, **options)
 
 
 def _evaluator(recipe: Recipe) -> Evaluator | None:

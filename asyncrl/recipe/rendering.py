@@ -9,7 +9,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -18,18 +17,19 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe.compose import ComposedPrompts, compose_prompts
+from asyncrl.recipe.compose import ComposedPrompts, compose_prompts, renderer_of
 from asyncrl.recipe.config import Recipe
 from asyncrl.rollout.announcement import tagged
 from asyncrl.rollout.border import checked_messages
 from asyncrl.rollout.calls import call_user
 from asyncrl.rollout.chattemplate import example_call, result_of
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.renderer import ChatRenderer, TextRenderer, load_renderer
+from asyncrl.rollout.renderer import ChatRenderer, TextRenderer
 from asyncrl.rollout.tokenkinds import TokenKind, TokenRun, environment_runs, turn_runs
+from asyncrl.rollout.tools import Tool
 from asyncrl.types import IntArray, Message
 
-__all__ = ["render_row"]
+__all__ = ["plain_console", "print_prompt", "print_runs", "render_row"]
 
 _STYLES = {
     TokenKind.CONTROL: "bold magenta",
@@ -49,9 +49,7 @@ async def render_row(recipe: Recipe, row: int, *, say: Callable[[str], None]) ->
     prompts = await anyio.to_thread.run_sync(compose_prompts, recipe)
     if not 0 <= row < len(prompts.rows):
         raise ConfigError.for_value("--row", row, f"0 to {len(prompts.rows) - 1}, for data.train has so many rows")
-    how = {name: recipe.engine[name] for name in ("stop", "template_options", "announce_tools")}
-    load = partial(load_renderer, prompts.model, recipe.engine["renderer"], **how)
-    renderer = await anyio.to_thread.run_sync(load)
+    renderer = await anyio.to_thread.run_sync(renderer_of, recipe, prompts.model)
     env = prompts.env()
     try:
         await _show(renderer, env, prompts, row, say)
@@ -66,14 +64,14 @@ async def _show(
         say(f"{problem.name}: {', '.join(problem.tools)}: {problem.reason}")
     messages = checked_messages(await call_user(env.reset, prompts.rows[row]), env.reset, least=1)
     ids = await renderer.prompt(messages, env.tools)
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    _print(console, f"row {row}: {len(ids)} tokens", environment_runs(renderer, messages, env.tools, ids))
+    console = plain_console()
+    print_runs(console, f"row {row}: {len(ids)} tokens", environment_runs(renderer, messages, env.tools, ids))
     turn_ids, new = _turn(renderer, env)
     parsed = await renderer.parse(turn_ids, env.tools)
-    _print(console, "a turn of the model, as an example", turn_runs(renderer, turn_ids))
+    print_runs(console, "a turn of the model, as an example", turn_runs(renderer, turn_ids))
     framing = await renderer.continuation([*messages, parsed.message], new, turn_ids, env.tools)
     runs = environment_runs(renderer, new, env.tools, framing, turn=parsed.message)
-    _print(console, f"what follows it: {len(framing)} tokens", runs)
+    print_runs(console, f"what follows it: {len(framing)} tokens", runs)
     ends = [json.dumps(renderer.tokenizer.decode([id]), ensure_ascii=False) for id in renderer.stop_token_ids]
     say(f"a turn ends with {' or '.join([*ends, *map(json.dumps, renderer.stop)]) or 'nothing'}")
 
@@ -100,7 +98,25 @@ def _written(renderer: ChatRenderer | TextRenderer, env: Env, call: Message) -> 
     return tagged(call)
 
 
-def _print(console: Console, title: str, runs: Sequence[TokenRun]) -> None:
+def plain_console() -> Console:
+    """Of stdout, for texts of anybody's: nothing in them is markup, and no line is broken."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def print_prompt(
+    console: Console,
+    renderer: ChatRenderer | TextRenderer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    ids: IntArray,
+) -> None:
+    """Print ``ids``, the prompt with these messages and tools, as the model will read it."""
+    runs = environment_runs(renderer, messages, tools, ids)
+    print_runs(console, f"the prompt of row 0: {len(ids)} tokens", runs)
+
+
+def print_runs(console: Console, title: str, runs: Sequence[TokenRun]) -> None:
+    """Print the tokens of a text, a line for each run of one kind."""
     console.print(Text(title, style="bold"))
     for run in runs:
         # White space other than a blank, and what a terminal would obey, is made visible.

@@ -25,7 +25,7 @@ from asyncrl.concurrency.endings import first_error
 from asyncrl.concurrency.outside import waiting_outside
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 
-__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
+__all__ = ["Deadline", "UserCalls", "abandoned_calls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     If the caller is cancelled it waits no longer; the thread goes on and is taken until its function returns. Raises
     ``InfrastructureError`` if that is the fate of all threads.
     """
-    abandoned = _abandoned_calls()
+    abandoned = abandoned_calls()
     if len(abandoned) >= _USER_THREADS:
         counts = Counter(call.name for call in abandoned).most_common(3)
         names = ", ".join(f"{what} ({count})" for what, count in counts)
@@ -226,7 +226,7 @@ def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
         return value
 
 
-def _abandoned_calls() -> list[_ThreadCall]:
+def abandoned_calls() -> list[_ThreadCall]:
     """Calls of this event loop that nobody waits for any more, and that have not ended."""
     calls = of_loop(_abandoned, list[_ThreadCall])
     calls[:] = [call for call in calls if not call.ended]

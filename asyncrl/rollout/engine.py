@@ -195,7 +195,8 @@ class RolloutEngine:
             kv_cache=_checked_kv_cache(sampling_policy, kv_cache or KVCache()),
         )
         self._env = env
-        self._factory = env_factory(env)
+        self.factory = env_factory(env)
+        """Where its trajectories get their environments."""
         self._budget = budget or Budget()
         self._seed = seed
         self._renderer = renderer
@@ -270,7 +271,7 @@ class RolloutEngine:
                     clock=clock,
                     events=events,
                     context=context,
-                    _factory=self._factory,
+                    _factory=self.factory,
                     _slots=OrderedSlots(self.schedule.concurrency),
                     _seed=self._seed,
                 )
@@ -286,7 +287,7 @@ class RolloutEngine:
     async def _open_renderer(self, model: Path, events: Events) -> Renderer:
         how = {"template_options": self._template_options, "announce_tools": self._announce_tools}
         if isinstance(self._renderer, str):
-            return await open_renderer(model, self._renderer, self._factory, events, stop=self._stop, **how)
+            return await open_renderer(model, self._renderer, self.factory, events, stop=self._stop, **how)
         for key, value in how.items():
             if value not in ({}, "template"):
                 raise ConfigError.for_value(key, value, "left out for a renderer of your own")

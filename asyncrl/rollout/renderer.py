@@ -318,7 +318,7 @@ async def open_renderer(
     renderer, problems = await anyio.to_thread.run_sync(load)
     for problem in problems:
         names = ", ".join(problem.tools)
-        if problem.fatal and not (problem.name == "results_not_written" and factory.answers):
+        if problem.refused(factory):
             raise ConfigError(f"the environment has tools ({names}), but {problem.reason} ({problem.name})")
         keys = {"tools": names, "reason": problem.reason}
         events.emit(Notice(time=anyio.current_time(), name=problem.name, level="warning", keys=keys))

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.chattemplate import ChatTemplate, example_call, result_of
+from asyncrl.rollout.env import EnvFactory
 from asyncrl.rollout.toolcalls import ParsedTurn, are_calls
 from asyncrl.rollout.tools import Tool, example_arguments
 from asyncrl.types import Message
@@ -45,6 +46,10 @@ class Problem:
     reason: str
     fatal: bool
     """True if a run would only show it by a model that never calls a tool, or never sees a result."""
+
+    def refused(self, factory: EnvFactory) -> bool:
+        """True if no run may start with it; an environment that answers turns by itself may need no results."""
+        return self.fatal and not (self.name == "results_not_written" and factory.answers)
 
 
 def round_trip(template: ChatTemplate, tools: Sequence[Tool], read: Read) -> list[Problem]:

@@ -46,8 +46,8 @@ class ScriptedModel:
 
     ``script``: turns, each a text, a ``call``, or a list of both that is said in one turn; every conversation hears
     them from the beginning. Or a function from ``Asked`` to the next turn, None if there is none.
-    ``tokenizer``: a folder, a name in the local cache, or a loaded tokenizer, whose chat template is used; None is a
-    small one in memory, for any text, with tools.
+    ``tokenizer``: a folder, a name in the local cache, or a loaded tokenizer, whose chat template is used; or a
+    renderer. None is a small one in memory, for any text, with tools.
     ``template_options``: variables of the chat template, such as ``enable_thinking``.
 
     One conversation is ``await model.play(MyEnv, row)``. For groups it is a sampler, with a renderer of its own::
@@ -195,6 +195,8 @@ def _transcript(conversation: Conversation) -> str:
 
 
 def _load(tokenizer: Any, template_options: Mapping[str, Any]) -> ChatRenderer | TextRenderer:
+    if isinstance(tokenizer, ChatRenderer | TextRenderer):
+        return tokenizer
     if isinstance(tokenizer, str | Path):
         return load_renderer(Path(tokenizer).expanduser(), "auto", template_options=template_options)
     tokenizer = tokenizer or ByteTokenizer()
