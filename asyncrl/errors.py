@@ -15,7 +15,7 @@
     * WeightsOverwritten: another run keeps writing its weights to the same servers
   * LearnerError: the training side
     * NonFiniteError: loss or gradient is NaN or infinite
-  * NothingTrained: many batches in a row had nothing to learn from; the message says why
+  * NothingTrained: many batches in a row, or a whole run, had nothing to learn from; the message says why
   * CheckpointError: a run directory whose state cannot be used
   * ObserverError: a function that was subscribed to the run's events
   * StalenessError: a promise of asyncrl itself would be broken: a bug, please report it
@@ -137,7 +137,7 @@ class NonFiniteError(LearnerError):
 
 
 class NothingTrained(AsyncRLError):
-    """Too many batches in a row made no version: every member was dropped, or rewards do not differ."""
+    """Too many batches in a row, or a whole run, made no version: members were dropped, or rewards do not differ."""
 
 
 class CheckpointError(AsyncRLError):

@@ -39,6 +39,7 @@ __all__ = [
     "SegmentSampled",
     "StepFinished",
     "ToolCalled",
+    "ToolFailed",
     "VersionCommitted",
     "VersionPublished",
 ]
@@ -110,6 +111,18 @@ class ToolCalled(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class ToolFailed(Event):
+    """A tool raised an ordinary error, which the model reads; its code may be wrong, or the model's arguments."""
+
+    group: int
+    member: int
+    tool: str
+    error: str
+    where: str
+    """File, line and function of the user's code."""
+
+
+@dataclass(slots=True, kw_only=True)
 class MemberFinished(Event):
     """A trajectory got its reward."""
 
@@ -178,6 +191,8 @@ class GroupRerolled(Event):
 
     group: int
     error: str
+    where: str = ""
+    """As of the member that failed."""
     generated_tokens: int = 0
     """Of members that had not failed."""
 
@@ -189,6 +204,8 @@ class GroupDropped(Event):
     group: int
     reason: str
     error: str = ""
+    where: str = ""
+    """As of the member that failed."""
     generated_tokens: int = 0
     """Of members that had not failed."""
 

@@ -230,6 +230,8 @@ class Trajectory:
     """The environment's own bound on the tokens of the current turn."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls in the last complete turn."""
+    tool_failures: list[tuple[str, str, str]] = field(default_factory=list)
+    """Calls of tools that raised, which the model has read: name, error, and the user's line."""
     cut: bool = False
     """The last message is of a turn that was cut off: what stands there is how far it came, and no call in it was run.
     """

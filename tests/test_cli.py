@@ -113,6 +113,7 @@ def test_the_summary_compares_the_first_and_last_fifth() -> None:
     outcome.observe(EvaluationFinished(time=0.0, version=9, metrics={"reward_mean": 0.75}))
     assert outcome.summary() == {
         "steps": 10,
+        "versions": 1,
         "max_age": 2,
         "reward_first": 0.5,
         "reward_last": 8.5,
@@ -123,7 +124,7 @@ def test_the_summary_compares_the_first_and_last_fifth() -> None:
 
 def test_a_summary_without_a_step_claims_no_reward() -> None:
     """A run that was stopped early has nothing to compare."""
-    assert RunSummary().summary() == {"steps": 0, "max_age": 0}
+    assert RunSummary().summary() == {"steps": 0, "versions": 0, "max_age": 0}
 
 
 def test_training_prints_one_line_and_leaves_its_files(case: _Case) -> None:
@@ -135,6 +136,7 @@ def test_training_prints_one_line_and_leaves_its_files(case: _Case) -> None:
     result = json.loads(line)
     assert result.keys() == {
         "steps",
+        "versions",
         "max_age",
         "reward_first",
         "reward_last",
@@ -211,7 +213,8 @@ def test_a_failing_run_is_exit_code_1_with_its_first_error(case: _Case) -> None:
     case.sample = fail
     code, lines, errors = case.train()
     assert (code, lines) == (1, [])
-    assert "asyncrl: failed: LookupError: the sampler is gone\nits last words\n" in errors
+    assert "asyncrl: failed: LookupError: the sampler is gone\n" in errors
+    assert "\nits last words\n" in errors
     assert "Traceback" not in errors
     assert "member_failed" in (case.directory / "run/events.jsonl").read_text(encoding="utf-8")
 

@@ -87,6 +87,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "truncated": TruncationCause,
     "dropped": DropReason,
     "tool_calls": lambda calls: [ToolCall(**call) for call in calls],
+    "tool_failures": lambda failures: [tuple(failure) for failure in failures],
     "metrics": _numbers,
     "seconds": _numbers,
     # Whatever it was, it happened in a process that is gone.

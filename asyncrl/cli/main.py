@@ -17,6 +17,7 @@ from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import say
+from asyncrl.observe.lastwords import last_words
 from asyncrl.observe.pipes import lasting_streams
 
 __all__ = ["main"]
@@ -48,8 +49,7 @@ def _report(error: BaseException, *, debug: bool, begun: bool) -> int:
     if debug:
         traceback.print_exception(error)
     refused = isinstance(error, ConfigError) and not begun
-    text = str(error) if refused else f"failed: {type(error).__name__}: {error}"
-    say("\n".join([text, *getattr(error, "__notes__", ())]))
+    say(last_words(error, refused=refused))
     return 2 if refused else 1
 
 

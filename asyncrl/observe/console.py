@@ -36,7 +36,9 @@ def reporting(
         if style == "console":
             stream = stack.enter_context(show_progress(events, steps=steps, stream=stream))
         log = open_log(stream, style=style, debug=debug, secrets=secrets)
-        stack.callback(events.subscribe(LogLines(log).observe))
+        lines = LogLines(log)
+        stack.callback(lines.end)
+        stack.callback(events.subscribe(lines.observe))
         yield
 
 

@@ -2,7 +2,7 @@
 
 ``open_log`` makes a structlog logger without touching structlog's global set-up, so that a program which imports
 asyncrl keeps its own. ``LogLines`` turns lifecycle events into lines. Values of the secrets that it is given never
-reach the stream, wherever in a line they stand.
+reach the stream, wherever in a line they stand. Failures of one kind are one line, and later a count (``repeats.py``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from asyncrl.events import (
     BarrierOpened,
     EvaluationFinished,
     Event,
-    GroupDropped,
-    GroupRerolled,
-    MemberFailed,
     Notice,
     StepFinished,
     VersionPublished,
 )
+from asyncrl.observe.repeats import Repeats
 
 __all__ = ["LogLines", "LogStyle", "open_log"]
 
@@ -63,9 +61,15 @@ class LogLines:
 
     def __init__(self, logger: FilteringBoundLogger) -> None:
         self._logger = logger
+        self._repeats = Repeats(lambda name, keys: logger.warning(name, **keys))
+
+    def end(self) -> None:
+        """Write what has not been told: how many failures were like earlier ones."""
+        self._repeats.end()
 
     def observe(self, event: Event) -> None:
         """Write a line for ``event``, if it deserves one."""
+        self._repeats.observe(event)
         match event:
             case StepFinished():
                 self._logger.info("step_finished", n=event.n, model_step=event.model_step, **_step_keys(event))
@@ -82,20 +86,6 @@ class LogLines:
             case BarrierOpened():
                 wait = dataclasses.asdict(event.wait) | {"seconds": _short(event.wait.seconds)}
                 self._logger.debug("barrier_opened", **wait)
-            case MemberFailed():
-                where = {"where": event.where} if event.where else {}
-                self._logger.warning(
-                    "member_failed",
-                    group=event.group,
-                    member=event.member,
-                    attempt=event.attempt,
-                    error=event.error,
-                    **where,
-                )
-            case GroupRerolled():
-                self._logger.warning("group_rerolled", group=event.group, error=event.error)
-            case GroupDropped():
-                self._logger.warning("group_dropped", group=event.group, reason=event.reason, error=event.error)
             case Notice():
                 self._logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.keys)
 

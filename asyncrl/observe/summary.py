@@ -17,11 +17,13 @@ class RunSummary:
         self._rewards: list[float] = []
         self._heldout: list[float] = []
         self._max_age = 0.0
+        self._versions = 0
 
     def observe(self, event: Event) -> None:
         """Take note of ``event``."""
         match event:
             case StepFinished():
+                self._versions = event.model_step
                 self._rewards.append(event.metrics.get("reward/mean", math.nan))
                 self._max_age = max(self._max_age, event.metrics.get("staleness/span_age_max", 0.0))
             case EvaluationFinished():
@@ -29,7 +31,11 @@ class RunSummary:
 
     def summary(self) -> dict[str, object]:
         """``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps."""
-        summary: dict[str, object] = {"steps": len(self._rewards), "max_age": int(self._max_age)}
+        summary: dict[str, object] = {
+            "steps": len(self._rewards),
+            "versions": self._versions,
+            "max_age": int(self._max_age),
+        }
         if self._rewards:
             fifth = math.ceil(len(self._rewards) / 5)
             summary["reward_first"] = statistics.fmean(self._rewards[:fifth])

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from anyio.lowlevel import RunVar
 from asyncrl.concurrency.endings import first_error
 from asyncrl.concurrency.outside import waiting_outside
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
+from asyncrl.rollout.usercode import UserTraceback, place_in_thread, place_of
 
 __all__ = ["Deadline", "UserCalls", "abandoned_calls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
 
@@ -58,7 +60,7 @@ class Deadline:
     ) -> bool | None:
         handled = self._scope.__exit__(kind, error, traceback)
         if self._scope.cancelled_caught:
-            raise _timeout(self._what, self._seconds)
+            raise _timeout(self._what, self._seconds, error)
         return handled
 
 
@@ -94,6 +96,7 @@ class UserCalls:
         task = asyncio.current_task(self._loop)
         assert task is not None
         cancelling = task.cancelling()
+        failure: BaseException
         self._due[task] = due = self._now() + self._timeout_s
         if self._timer is None and due < math.inf:
             self._timer = self._loop.call_at(due, self._look)
@@ -101,11 +104,11 @@ class UserCalls:
             if _is_asynchronous(getattr(function, "__func__", function)):
                 return await function(*args)
             return await in_thread(partial(function, *args), _name(function))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             # If somebody else cancelled the task as well, that counts for more.
-            if task in self._late and task.uncancel() <= cancelling:
-                raise _timeout(_name(function), self._timeout_s) from None
-            raise
+            if task not in self._late or task.uncancel() > cancelling:
+                raise
+            failure = _timeout(_name(function), self._timeout_s, error)
         except Exception as error:  # noqa: BLE001  raised again below
             failure = blamed(_name(function), error)
         finally:
@@ -154,8 +157,9 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     try:
         with waiting_outside():
             result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         if call.begun:
+            error.__cause__ = UserTraceback(place_in_thread(call.thread), "")
             abandoned.append(call)
             call.abandon()
         raise
@@ -172,8 +176,11 @@ class _ThreadCall:
         self.name = name
         self.begun = False
         self.ended = False
+        self.thread = 0
+        """Which it is in."""
 
     def __call__(self) -> Any:
+        self.thread = threading.get_ident()
         self.begun = True
         try:
             self._result = self._function()
@@ -200,8 +207,12 @@ def _name(function: object) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _timeout(what: str, seconds: float) -> RolloutTimeout:
-    return RolloutTimeout(f"{what} ran past its deadline of {seconds} s")
+def _timeout(what: str, seconds: float, cancelled: BaseException | None) -> RolloutTimeout:
+    """The error for a call that was ended by its deadline: it says where the user's code was then."""
+    place = place_of(cancelled)
+    failure = RolloutTimeout(f"{what} ran past its deadline of {seconds} s{place and f', at {place}'}")
+    failure.__cause__ = UserTraceback(place, "") if place else None
+    return failure
 
 
 def blamed(what: str, error: Exception) -> BaseException:

@@ -27,6 +27,7 @@ from asyncrl.errors import InfrastructureError, RolloutTimeout
 from asyncrl.events import Events, Notice
 from asyncrl.plain import error_text
 from asyncrl.rollout.env import Env
+from asyncrl.rollout.usercode import place_of
 
 __all__ = ["CLOSE_S", "Closing"]
 
@@ -63,6 +64,7 @@ class Closing:
             "trajectory": trajectory,
             "environment": kind[0],
             "error": error_text(error),
+            "where": place_of(error),
             "times": times,
         }
         now = anyio.current_time()

@@ -25,12 +25,14 @@ from asyncrl.plain import error_text, shortened
 from asyncrl.rollout.border import TurnResult
 from asyncrl.rollout.calls import blamed
 from asyncrl.rollout.tools import Tool
+from asyncrl.rollout.usercode import place_of
 from asyncrl.types import Message, Row, ToolCall, Trajectory, TruncationCause
 
 __all__ = ["Env", "EnvFactory", "Recovery", "TurnResult", "env_factory"]
 
 Recovery: TypeAlias = Literal["drop", "stateless", "snapshot"]
 
+_ERROR = "error: "
 _NAME, _REASON = 100, 500
 # Characters of a tool's name that a model made up, and of what a parser says about a call, which may quote it.
 
@@ -173,6 +175,8 @@ class _Reply:
     content: str
     failed: bool
     seconds: float = 0.0
+    where: str = ""
+    """The user's line, if the tool raised."""
 
 
 async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
@@ -184,6 +188,8 @@ async def _run_tools(env: Env, traj: Trajectory) -> list[Message]:
         traj.add_metric("tool_calls", 1.0)
         traj.add_metric("tool_errors", 1.0 if reply.failed else 0.0)
         traj.add_metric("tool_seconds", reply.seconds)
+        if reply.where:
+            traj.tool_failures.append((call.name, reply.content.removeprefix(_ERROR), reply.where))
         if call.name in tools:  # what a model makes up must not become a metric
             traj.add_seconds(f"tool {call.name}", reply.seconds)
             traj.add_metric(f"tool_calls/{call.name}", 1.0)
@@ -227,4 +233,5 @@ async def _reply(call: ToolCall, tools: Mapping[str, Tool], env: Env) -> _Reply:
         failure = blamed(f"tool {call.name!r}", error)
     if isinstance(failure, AsyncRLError):
         raise failure
-    return _Reply(content=f"error: {error_text(failure)}", failed=True, seconds=time() - started)
+    content, where = f"{_ERROR}{error_text(failure)}", place_of(failure)
+    return _Reply(content=content, failed=True, seconds=time() - started, where=where)

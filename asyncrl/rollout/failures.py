@@ -13,10 +13,15 @@ Failures *in a row* end the run, with the first error of the row. One outage fai
 one failure: only attempts that began after the last counted failure are counted. So a run with thousands of
 trajectories in flight is not ended by a sandbox that restarts, and a broken environment ends it after ``consecutive``
 attempts' time. Each time that a member ends well, the count starts again.
+
+That does not end a run in which ``reward`` always raises and other members end well, because they are truncated. So
+each function of the environment is counted by itself, over a step: if it fails for most members that call it, several
+steps in a row, the run ends with its first error. An error now and then, or a few bad rows, never do that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.errors import ConfigError, EnvironmentFailure, InvalidValue, RequestRefused, SamplingError, require_count
@@ -38,6 +43,9 @@ class Failures:
     """Failed attempts in a row, or dropped groups in a row, that end the run."""
     per_run: int | None = None
     """Failed attempts in all that end the run; None: ``consecutive`` alone ends it."""
+    user_error_steps: int = 5
+    """Steps in a row in which one of the environment's functions (``reset``, ``on_turn``, ``reward``, ``on_truncated``)
+    failed for most members that called it: they end the run, with the first of its errors; 0: they never do."""
     untrained_batches: int = 100
     """Batches in a row without a gradient that end the run; 0: it goes on for ever. After five there is a warning. With
     128 trajectories in a batch and one in a thousand rewarded, a run ends by chance once in 300,000 starts; raise it
@@ -49,6 +57,7 @@ class Failures:
         require_count("failures.member_retries", self.member_retries, least=0)
         require_count("failures.group_rerolls", self.group_rerolls, least=0)
         require_count("failures.consecutive", self.consecutive, least=1)
+        require_count("failures.user_error_steps", self.user_error_steps, least=0)
         require_count("failures.untrained_batches", self.untrained_batches, least=0)
         if self.per_run is not None:
             require_count("failures.per_run", self.per_run, least=1)
@@ -95,6 +104,34 @@ class _Row:
         return self.first
 
 
+@dataclass(slots=True)
+class _Hook:
+    """Counts what became of the calls of one function of the environment."""
+
+    calls: int = 0
+    failed: int = 0
+    """Of the calls since the last step."""
+    steps: int = 0
+    """In a row in which most calls failed."""
+    first: BaseException | None = None
+    """The first error of these steps."""
+
+    def add(self, error: BaseException | None) -> None:
+        self.calls += 1
+        if error is not None:
+            self.failed += 1
+            self.first = self.first or error
+
+    def end_step(self) -> None:
+        if not self.calls:
+            return
+        if 2 * self.failed > self.calls:
+            self.steps += 1
+        else:
+            self.steps, self.first = 0, None
+        self.calls = self.failed = 0
+
+
 class FailureBudget:
     """Owns a run's count of failures. Whoever begins keeps the mark, and hands it back if it failed."""
 
@@ -104,6 +141,7 @@ class FailureBudget:
         """Of members, in the whole run."""
         self._attempts = _Row()
         self._groups = _Row()
+        self._hooks: dict[str, _Hook] = {}
         self._first: BaseException | None = None
 
     @property
@@ -132,6 +170,25 @@ class FailureBudget:
         if self.rules.per_run is not None and self.failed_attempts >= self.rules.per_run:
             self._first.add_note(f"the first of {self.failed_attempts} failed attempts (failures.per_run)")
             return self._first
+        return None
+
+    def hooks_called(self, called: Mapping[str, bool], error: BaseException | None) -> None:
+        """A member has called these functions of its environment; ``error`` came from those that were not sound."""
+        for hook, sound in called.items():
+            self._hooks.setdefault(hook, _Hook()).add(None if sound else error)
+
+    def step_ended(self) -> BaseException | None:
+        """A step of the trainer ended: the error to end the run with, if one function failed most calls too long."""
+        most = self.rules.user_error_steps
+        for name, hook in self._hooks.items():
+            calls, failed = hook.calls, hook.failed
+            hook.end_step()
+            if hook.first is not None and most and hook.steps >= most:
+                counted = (
+                    f"{name} failed most of its calls in {hook.steps} steps in a row, {failed} of {calls} in the last"
+                )
+                hook.first.add_note(f"{counted} (failures.user_error_steps)")
+                return hook.first
         return None
 
     def group_begins(self) -> int:

@@ -26,6 +26,7 @@ from asyncrl.rollout.calls import Deadline
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import is_accident
 from asyncrl.rollout.groupplan import FailedGroup, GroupPlan, unsampled
+from asyncrl.rollout.hooks import called_hooks, note_origin
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.rollout.trajectory import RolloutContext, converse, grade, leave_version, restored
 from asyncrl.rollout.usercode import place_of
@@ -71,7 +72,12 @@ async def run_group(
         progress.rerolls += 1
         if on_reroll is not None:
             on_reroll(plan.index)
-        run.emit(GroupRerolled, error=error_text(group.error), generated_tokens=group.generated_tokens)
+        run.emit(
+            GroupRerolled,
+            error=error_text(group.error),
+            where=place_of(group.error),
+            generated_tokens=group.generated_tokens,
+        )
         await anyio.sleep(budget.delay_s)
     final = budget.group_dropped(mark, group.error)
     if final is not None:
@@ -163,9 +169,12 @@ class _GroupRun:
                 error = raised
             else:
                 budget.attempt_ended()
+                budget.hooks_called(called_hooks(progress.active[member]), None)
                 return progress.active[member]
             traj = progress.active[member]
             traj.error = error
+            note_origin(traj)
+            budget.hooks_called(called_hooks(traj), error)
             final = budget.attempt_failed(mark, error)
             self.emit(
                 MemberFailed,

@@ -17,6 +17,7 @@ import anyio
 
 from asyncrl.events import GroupDropped, Notice
 from asyncrl.plain import copied, error_text
+from asyncrl.rollout.usercode import place_of
 from asyncrl.scheduling.rules import GroupCompletion
 from asyncrl.types import DropReason, Group, Row, Trajectory
 
@@ -73,6 +74,7 @@ class FailedGroup:
             group=self.index,
             reason=DropReason.FAILED,
             error=error_text(self.error),
+            where=place_of(self.error),
             generated_tokens=self.generated_tokens,
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from asyncrl.errors import ProtocolError, ServerUnavailable
-from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled
+from asyncrl.events import Events, MemberFinished, MemberResumed, SegmentSampled, ToolCalled, ToolFailed
 from asyncrl.rollout.border import checked_messages, checked_metrics, checked_reward, checked_state, checked_turn
 from asyncrl.rollout.budget import Budget, cut_at_stop
 from asyncrl.rollout.calls import UserCalls
@@ -286,6 +286,7 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
     started = context.now()
     context.activities[traj.id] = (traj, "on_turn", started)
     before = traj.metrics
+    known = len(traj.tool_failures)
     errors, tool_seconds = before.get("tool_errors", 0.0), before.get("tool_seconds", 0.0)
     answer = await context.calls(env.on_turn, traj)
     checked_metrics(traj, env.on_turn)
@@ -304,6 +305,9 @@ async def _reply(traj: Trajectory, env: Env, context: RolloutContext) -> None:
             errors=int(traj.metrics.get("tool_errors", 0.0) - errors),
         )
         context.events.emit(called)
+    for tool, error, where in traj.tool_failures[known:]:
+        failed = ToolFailed(time=now, group=traj.group, member=traj.member, tool=tool, error=error, where=where)
+        context.events.emit(failed)
     state = await _env_state(traj, env, context) if context.keeps_env_state else None
     cause = context.budget.after_turn(traj)
     if reply is None or cause is not None:

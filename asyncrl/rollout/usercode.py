@@ -8,6 +8,7 @@ traceback, and the user's innermost line is the place. Only ``folded_traceback``
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from types import FrameType
 
 import asyncrl
 
-__all__ = ["WorkerTraceback", "folded_traceback", "is_user_file", "place_of"]
+__all__ = ["UserTraceback", "folded_traceback", "is_user_file", "place_in_thread", "place_of"]
 
 _OURS = str(Path(asyncrl.__file__).parent) + os.sep
 _EXAMPLES = _OURS + "envs" + os.sep
@@ -27,12 +28,14 @@ _PYTHON = tuple(str(form) + os.sep for folder in _FOLDERS for form in (folder, f
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _TYPED = ("<ipython-input", "<stdin>", "<console>", "<python-input")
 # In a notebook or at a prompt. Other names in brackets are Python's own modules and code that libraries write.
-_SHOWN = 5
+_SHOWN = 3
 # Lines of user code in a traceback. Recursion has a thousand.
 
 
-class WorkerTraceback(Exception):
-    """Where an error was raised in a worker process: ``place`` and ``lines`` are what this module finds there."""
+class UserTraceback(Exception):
+    """The user's lines of an error that has none itself: it was raised in another process, or for a call that was given
+    up. ``place`` and ``lines`` are what this module finds there. It is the error's cause, so that it is shown with it.
+    """
 
     def __init__(self, place: str, lines: str) -> None:
         super().__init__(place, lines)
@@ -40,10 +43,10 @@ class WorkerTraceback(Exception):
         self.lines = lines
 
     def __str__(self) -> str:
-        return f"in the worker process:\n{self.lines}"
+        return f"in the user's code:\n{self.lines or self.place}"
 
     @classmethod
-    def of(cls, error: BaseException) -> WorkerTraceback:
+    def of(cls, error: BaseException) -> UserTraceback:
         """Of an error that was raised in this process."""
         return cls(place_of(error), folded_traceback(error))
 
@@ -63,7 +66,7 @@ def place_of(error: BaseException | None) -> str:
     Empty if there is none. Of a group of errors the first counts, of a syntax error the line that has it.
     """
     for found in _chain(error):
-        if isinstance(found, WorkerTraceback):
+        if isinstance(found, UserTraceback):
             place = found.place
         elif file := _unreadable(found):
             place = file
@@ -81,14 +84,21 @@ def folded_traceback(error: BaseException | None) -> str:
     is none. Reads the source files.
     """
     for found in _chain(error):
-        if isinstance(found, WorkerTraceback):
-            lines = found.lines
-        elif _unreadable(found):
-            lines = "".join(traceback.format_exception_only(found)[:-1])
-        else:
-            lines = "".join(_folded(found))
+        if isinstance(found, UserTraceback):
+            return found.lines
+        lines = traceback.format_exception_only(found)[:-1] if _unreadable(found) else _folded(found)
         if lines:
-            return lines.rstrip()
+            return "".join(lines).rstrip()
+    return ""
+
+
+def place_in_thread(identity: int) -> str:
+    """The user's innermost line that a thread is running now; empty if it runs none."""
+    frame = sys._current_frames().get(identity)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}{_function(frame)}"
+        frame = frame.f_back
     return ""
 
 
@@ -99,7 +109,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.append(error)
         if isinstance(error, BaseExceptionGroup):
             yield from _chain(error.exceptions[0])
-        if isinstance(error.__cause__, WorkerTraceback):
+        if isinstance(error.__cause__, UserTraceback):
             yield error.__cause__
         yield error
         error = error.__cause__
@@ -143,7 +153,10 @@ def _folded(error: BaseException) -> list[str]:
             break
         if len(run) > 1:
             lines.append(f"  [the same line {_count(len(run) - 1, 'more time')}]\n")
-        lines += traceback.format_list([run[0][0]])
+        summary = run[0][0]
+        if shown:  # what stands where in a line is said of the innermost
+            summary = traceback.FrameSummary(summary.filename, summary.lineno, summary.name, line=summary.line)
+        lines += traceback.format_list([summary])
         shown += 1
     return lines[::-1]
 

@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncrl.errors import ConfigError
 from asyncrl.plain import error_text
-from asyncrl.rollout.usercode import WorkerTraceback
+from asyncrl.rollout.usercode import UserTraceback
 
 __all__ = ["SENDABLE", "Call", "Reply", "load_file", "main", "packed", "refuse_in_worker", "unpacked"]
 
@@ -68,7 +68,7 @@ class Reply:
     """The pickle of the result or of the exception, if that can be sent."""
     text: str = ""
     """What went wrong, for a message."""
-    raised: WorkerTraceback | None = None
+    raised: UserTraceback | None = None
     """Where, in the worker."""
 
 
@@ -145,7 +145,7 @@ class _Worker:
             module = self._imported(call)
         except BaseException as error:  # noqa: BLE001  told to the parent
             wrong = f"a worker process cannot import {call.module}, which has {call.name}: {error_text(error)}"
-            return Reply(kind="refused", text=wrong, raised=WorkerTraceback.of(error))
+            return Reply(kind="refused", text=wrong, raised=UserTraceback.of(error))
         # As it was declared, or else whatever has its name.
         name = _MAIN_IN_WORKER if call.module == _MAIN else call.module
         wrong = f"{call.module} has no {call.name} when a worker process imports it: it must stand at the top level"
@@ -218,7 +218,7 @@ def _raised(error: BaseException) -> Reply:
             unpacked(value)
         except Exception:  # noqa: BLE001  then its text is what can be sent
             value = None
-    return Reply(kind="raised", value=value, text=error_text(error), raised=WorkerTraceback.of(error))
+    return Reply(kind="raised", value=value, text=error_text(error), raised=UserTraceback.of(error))
 
 
 def main(start: str) -> None:

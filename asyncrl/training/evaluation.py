@@ -17,8 +17,11 @@ import anyio
 from asyncrl.concurrency.endings import LazyCoroutine
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.events import EvaluationFinished, Events, Notice, RolloutsFinished
+from asyncrl.plain import error_text
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import EngineSession
+from asyncrl.rollout.groupplan import FailedGroup
+from asyncrl.rollout.usercode import place_of
 from asyncrl.types import Group, Row
 
 __all__ = ["Evaluator"]
@@ -56,7 +59,7 @@ class Evaluator:
         """
         version = session.clock.published
         groups: list[Group] = []
-        failed: list[BaseException] = []
+        failed: list[FailedGroup] = []
         events = Events()  # its segments and tools are not part of the training run's metrics
         events.subscribe(session.events.emit, kinds=(Notice,))
         rollouts = session.for_evaluation(prefix=f"eval{version}-", temperature=self.temperature, events=events)
@@ -66,13 +69,16 @@ class Evaluator:
             if isinstance(group, Group):
                 groups.append(group)
             else:
-                failed.append(group.error)
+                failed.append(group)
 
         async with anyio.create_task_group() as tasks:
             for index, row in enumerate(self.rows):
                 tasks.start_soon(LazyCoroutine, run, index, row)
         if not groups:
-            raise failed[0]
+            error = failed[0].error
+            error.add_note(f"all {len(failed)} held-out rows failed, the first for this")
+            raise error
+        _tell_failures(groups, failed, session.events)
         if session.events.wants(RolloutsFinished):
             in_order = sorted(groups, key=lambda group: group.index)
             now = anyio.current_time()
@@ -80,6 +86,22 @@ class Evaluator:
         metrics = {**_metrics(groups), "failed_rows": float(len(failed))}
         session.events.emit(EvaluationFinished(time=anyio.current_time(), version=version, metrics=metrics))
         return metrics
+
+
+def _tell_failures(groups: Sequence[Group], failed: Sequence[FailedGroup], events: Events) -> None:
+    """A warning with the first error, if rows or some of their trajectories failed: the means are without them."""
+    errors = [group.error for group in failed]
+    errors += [member.error for group in groups for member in group.members_G if member.error is not None]
+    if errors:
+        keys = {
+            "failed_rows": len(failed),
+            "rows": len(failed) + len(groups),
+            "failed_members_of_others": len(errors) - len(failed),
+            "error": error_text(errors[0]),
+            "where": place_of(errors[0]),
+        }
+        now = anyio.current_time()
+        events.emit(Notice(time=now, name="evaluation_failures", level="warning", keys=keys))
 
 
 def _metrics(groups: Sequence[Group]) -> Mapping[str, float]:

@@ -127,12 +127,21 @@ class TrainingRun:
         await self.saver.save_weights(learner, n=n, version=self.clock.committed, at_once=at_once)
 
     async def end(self, n: int) -> None:
-        """The last step was ``n``. Raises what made the first group fail, if there was no step because all did."""
+        """The last step was ``n``. Raises what made the first group fail, if there was no step because all did, and
+        ``NothingTrained`` if no step made a version.
+        """
         if n == 0 and self._first_drop is not None:
             raise self._first_drop
-        self.observers.untrained.end(self.clock.committed)
         await self.clock.wait_published(self.clock.committed)
         await self.save_weights(at_once=True)
+        self.observers.untrained.end(n, self.clock.committed, self._first_drop)
+
+    def require_sense(self) -> None:
+        """Raise what has gone wrong for too many steps: a function of the environment, or that nothing is trained."""
+        error = self.session.context.failures.step_ended()
+        if error is not None:
+            raise error
+        self.observers.untrained.require_some()
 
     def interval_metrics(self) -> Mapping[str, float]:
         """What happened since the last call, and how things stand now."""

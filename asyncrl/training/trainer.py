@@ -83,7 +83,7 @@ async def _train(run: TrainingRun, consumer: Consumer[Step], staged: MemoryObjec
             evaluation_s = await run.evaluate(step.n)
         n = step.n
         await consumer.give(step.finish(evaluation_s))
-        run.observers.untrained.require_some()
+        run.require_sense()
     await run.end(n)
 
 

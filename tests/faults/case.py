@@ -36,15 +36,28 @@ from asyncrl.testing.theta import ThetaLearner
 from asyncrl.types import IntArray, Message, Row, Step, Trajectory, TruncationCause
 from tests.scheduling.audit import watched
 
-__all__ = ["AGAIN", "CALL", "PROBE_TOKENS", "Audit", "Case", "HermesRenderer", "One", "ServerCase", "with_tool"]
+__all__ = [
+    "AGAIN",
+    "CALL",
+    "PROBE_TOKENS",
+    "UNTRAINED",
+    "Audit",
+    "Case",
+    "HermesRenderer",
+    "One",
+    "ServerCase",
+    "with_tool",
+]
 
 T = TypeVar("T")
 
 CALL = b'<tool_call>{"name": "work", "arguments": {}}</tool_call>'
 """What a model writes that calls the tool ``work``."""
 PROBE_TOKENS = 8
-AGAIN = rl.Failures(consecutive=1000, retry_delay=0.0)
+AGAIN = rl.Failures(consecutive=1000, user_error_steps=0, untrained_batches=0, retry_delay=0.0)
 """Failures never end the run."""
+UNTRAINED = rl.Failures(untrained_batches=0)
+"""Nothing need be trained."""
 
 
 class HermesRenderer(ByteRenderer):

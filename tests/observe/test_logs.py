@@ -5,15 +5,19 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.events import (
     BarrierOpened,
     EvaluationFinished,
     Event,
     GroupAdmitted,
+    GroupDropped,
     MemberFailed,
     Notice,
     StepFinished,
+    ToolFailed,
     VersionPublished,
 )
 from asyncrl.observe.logs import LogLines, open_log
@@ -69,6 +73,52 @@ def test_details_are_lines_only_when_asked_for() -> None:
     )
     assert _json_lines(*events) == []
     assert [line["event"] for line in _json_lines(*events, debug=True)] == ["version_published", "barrier_opened"]
+
+
+def _failed(member: int, error: str = "KeyError: 'a'", where: str = "env.py:3 in Sums.reward") -> MemberFailed:
+    return MemberFailed(time=0.0, group=member // 8, member=member % 8, attempt=1, error=error, where=where)
+
+
+def test_failures_of_one_kind_are_one_line_and_then_a_count() -> None:
+    """The line of the user's code and the kind of error decide; without such a line the text does."""
+    events: list[Event] = [_failed(member, f"KeyError: '{member}'") for member in range(8)]
+    events += [GroupDropped(time=0.0, group=0, reason="failed", error="KeyError: '0'", where="env.py:3 in Sums.reward")]
+    events += [_failed(9, "ValueError: no"), _failed(10, "gone", ""), _failed(11, "gone", ""), _failed(12, "lost", "")]
+    lines = _json_lines(*events, STEP)
+    told = [(line["event"], line.get("error"), line.get("more"), line.get("where")) for line in lines]
+    where = "env.py:3 in Sums.reward"
+    assert told == [
+        ("member_failed", "KeyError: '0'", None, where),
+        ("group_dropped", "KeyError", None, where),
+        ("member_failed", "ValueError: no", None, where),
+        ("member_failed", "gone", None, None),
+        ("member_failed", "lost", None, None),
+        ("member_failed", "KeyError", 7, where),
+        ("member_failed", "gone", 1, None),
+        ("step_finished", None, None, None),
+    ]
+
+
+@given(st.lists(st.sampled_from(["a", "b", "tool", "step"]), max_size=300))
+def test_every_failure_is_told_or_counted(kinds: list[str]) -> None:
+    """First lines and counts sum up to what there was; nothing is told twice; a kind has few lines in a step."""
+    stream = io.StringIO()
+    lines = LogLines(open_log(stream, style="json"))
+    for kind in kinds:
+        if kind == "step":
+            lines.observe(STEP)
+        elif kind == "tool":
+            lines.observe(ToolFailed(time=0.0, group=0, member=0, tool="add", error="OSError: x", where="env.py:9"))
+        else:
+            lines.observe(_failed(0, kind, ""))
+    lines.end()
+    lines.end()
+    told = [json.loads(line) for line in stream.getvalue().splitlines()]
+    for kind, name in (("a", "a"), ("b", "b"), ("tool", "OSError")):
+        own = [line for line in told if str(line.get("error", "")).startswith(name)]
+        assert sum(line.get("more", 1) for line in own) == kinds.count(kind)
+        assert len(own) <= 4 + kinds.count("step")
+        assert all("more" in line for line in own[1:])
 
 
 def test_a_console_line_is_readable_without_colours() -> None:

@@ -20,7 +20,7 @@ from asyncrl.learning.advantages import Rewards
 from asyncrl.observe.untrained import Untrained, fates
 from asyncrl.testing import run_virtual
 from asyncrl.types import Group, Message, Row, Trajectory
-from tests.faults.case import AGAIN, Case, One
+from tests.faults.case import Case, One
 
 
 class _Endless(One):
@@ -77,7 +77,10 @@ _CAUSES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "no advantage": (lambda: Case(advantage=_Silent()), ("have advantage 0",)),
     "failed": (
         lambda: Case(
-            _HalfBroken, engine={"failures": AGAIN}, completion=rl.GroupCompletion(min_members=1), max_staleness=1
+            _HalfBroken,
+            engine={"failures": rl.Failures(consecutive=1000, retry_delay=0.0)},
+            completion=rl.GroupCompletion(min_members=1),
+            max_staleness=1,
         ),
         ("were dropped: failed", "have the reward of their whole group (1)"),
     ),
@@ -122,7 +125,7 @@ def test_it_can_be_turned_off(steps: int) -> None:
     case.play(steps, 4)
     assert len(case.steps) == steps
     told = [notice["batches"] for notice in case.notices("nothing_trained")]
-    assert told == ([3] if steps == 3 else [5, 10, 20, 40, 80])
+    assert told == ([3] if steps == 3 else [5, 10, 20, 40, 80, 130])
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
@@ -153,6 +156,64 @@ def test_the_count_is_of_batches_in_a_row_whatever_kills_come_between(
 
     run_virtual(count_all)
     assert all(notice.keys["batches"] >= 5 for notice in told)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_run_that_ends_without_any_version_has_failed(steps: int, tmp_path: Path) -> None:
+    """However short it was, and again if it is resumed without anything to do; its steps are there."""
+
+    def case() -> Case:
+        return Case(_Equal, checkpointing=rl.Checkpointing(tmp_path / "run"))
+
+    first, again = case(), case()
+    with pytest.raises(
+        NothingTrained, match=rf"none of its {steps} steps made a version: .* whole group \(0.5\)"
+    ) as caught:
+        first.play(steps, 4)
+    assert "What to do: look at what the model wrote" in str(caught.value)
+    assert len(first.steps) == steps
+    with pytest.raises(NothingTrained, match=rf"none of its {steps} steps made a version"):
+        again.play(steps, 4)
+    assert again.steps == []
+
+
+def test_the_reason_names_the_users_line() -> None:
+    """Of members that failed, and of a tool that always does; the first error is the cause."""
+
+    @rl.tool
+    async def work() -> str:
+        """Work."""
+        raise LookupError("no file")
+
+    class Tools(_Equal):
+        tools = (work,)
+
+    for env, words in (
+        (_HalfBroken, "failed (LookupError at "),
+        (Tools, "tool 'work' raised LookupError: no file at "),
+    ):
+        case = Case(env, completion=rl.GroupCompletion(min_members=1), max_staleness=1)
+        with pytest.raises(NothingTrained) as caught:
+            case.play(3, 4)
+        assert words in str(caught.value)
+        assert f"{__file__}:" in str(caught.value)
+        assert isinstance(caught.value.__cause__, LookupError if env is _HalfBroken else type(None))
+
+
+@pytest.mark.parametrize(("chance", "told"), [(0.1, 1), (0.9, 0)])
+def test_a_run_that_made_few_versions_says_so_at_its_end(chance: float, told: int) -> None:
+    """One step in ten is hardly anything."""
+
+    class Seldom(One):
+        open = 0
+
+        async def reward(self, traj: Trajectory, row: Row) -> float:
+            return float(traj.member) * (traj.group % 10 < 10 * chance)
+
+    case = Case(Seldom, groups_per_step=1)
+    case.play(20, 4)
+    notices = case.notices("hardly_anything_trained")
+    assert [(notice["steps"], notice["versions"]) for notice in notices] == [(20, 2)] * told
 
 
 def test_a_slow_start_ends_no_run() -> None:

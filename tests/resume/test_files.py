@@ -85,6 +85,7 @@ def test_every_field_of_a_trajectory_comes_back(tmp_path: Path) -> None:
     traj.stop, traj.truncated, traj.dropped = StopReason.LENGTH, TruncationCause.TURNS, DropReason.FAILED
     traj.cut = traj.awaiting_reply = traj.over = True
     traj.tool_calls = [ToolCall(name="search", arguments={"q": ["a", 1]}, id="7"), ToolCall(name="", arguments=None)]
+    traj.tool_failures = [("search", "KeyError: 'q'", "env.py:3 in Env.search")]
     traj.reward, traj.error = 0.1 + 0.2, KeyError("gone")
     traj.metrics, traj.seconds = {"tool_calls": 1.0}, {"sampling": 1 / 3}
     traj.server = "http://a"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.failures import FailureBudget, Failures
@@ -69,6 +71,28 @@ def test_the_delay_doubles_up_to_a_minute() -> None:
     assert budget.delay_s == 1.0
 
 
+@given(st.lists(st.lists(st.booleans(), max_size=6), max_size=40), st.integers(0, 5))
+def test_a_function_that_fails_most_calls_of_several_steps_ends_the_run(steps: list[list[bool]], most: int) -> None:
+    """An independent count; a step without a call changes nothing, and the error is the first of these steps."""
+    budget, row, first = FailureBudget(Failures(user_error_steps=most)), 0, ""
+    for number, calls in enumerate(steps):
+        for index, sound in enumerate(calls):
+            error = None if sound else LookupError(f"{number}.{index}")
+            budget.hooks_called({"reward": sound, "reset": True}, error)
+            if not sound and not first:
+                first = f"{number}.{index}"
+        if calls:
+            row = row + 1 if calls.count(False) > calls.count(True) else 0
+            first = first if row else ""
+        final = budget.step_ended()
+        assert (final is not None) == (most > 0 and row >= most)
+        if final is not None:
+            assert str(final) == first
+            assert "reward failed most of its calls" in final.__notes__[-1]
+            assert "failures.user_error_steps" in final.__notes__[-1]
+            return
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -76,6 +100,7 @@ def test_the_delay_doubles_up_to_a_minute() -> None:
         ("group_rerolls", True),
         ("consecutive", 0),
         ("per_run", 0),
+        ("user_error_steps", -1),
         ("retry_delay", -0.1),
         ("retry_delay", float("nan")),
     ],

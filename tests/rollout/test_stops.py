@@ -31,7 +31,7 @@ from asyncrl.types import (
     TruncationCause,
     VersionSpan,
 )
-from tests.faults.case import Case, One
+from tests.faults.case import UNTRAINED, Case, One
 
 # Ids 10.. are these: characters, several of them, and parts of one.
 PIECES = [b"a", b"b", b"ab", b"ba", b"aab", b"\n", b"b\n", b"\xe2", b"\x82", b"\xac", b"\xe2\x82\xac", b"\xac a"]
@@ -272,7 +272,10 @@ def _cut(said: Sequence[str], budget: rl.Budget, *, tools: Sequence[Any] = (), *
 
     Talks.tools = tuple(tools)
     case = Case(
-        Talks, sampler=ScriptedSampler(tokens=tokens), engine={"renderer": _Hermes(), "budget": budget}, **trainer
+        Talks,
+        sampler=ScriptedSampler(tokens=tokens),
+        engine={"renderer": _Hermes(), "budget": budget, "failures": UNTRAINED},
+        **trainer,
     )
     case.play(1, rows=1)
     seen = list(case.steps[0].trajectories)

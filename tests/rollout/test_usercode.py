@@ -18,7 +18,7 @@ import asyncrl as rl
 from asyncrl.errors import ConfigError, InfrastructureError
 from asyncrl.plain import number
 from asyncrl.rollout.calls import call_user
-from asyncrl.rollout.usercode import WorkerTraceback, folded_traceback, is_user_file, place_of
+from asyncrl.rollout.usercode import UserTraceback, folded_traceback, is_user_file, place_of
 from asyncrl.rollout.worker import load_file, packed, unpacked
 from asyncrl.testing import run_virtual
 
@@ -182,13 +182,13 @@ def test_the_place_in_a_worker_process_counts_more_than_that_of_its_caller() -> 
     """It travels with the error, as text."""
     with pytest.raises(KeyError) as caught:
         _raise(KeyError("inside"))
-    sent = unpacked(packed(WorkerTraceback.of(caught.value)))
+    sent = unpacked(packed(UserTraceback.of(caught.value)))
     outer = KeyError("inside")
     with pytest.raises(KeyError):
         raise outer from sent
     assert place_of(outer) == place_of(caught.value)
     assert folded_traceback(outer) == folded_traceback(caught.value)
-    assert "in the worker process:\n  File" in str(sent)
+    assert "in the user's code:\n  File" in str(sent)
 
 
 @given(st.lists(st.sampled_from(["user", "library", "ours"]), min_size=1, max_size=12), st.integers(0, 3))

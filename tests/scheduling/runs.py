@@ -152,6 +152,7 @@ class Run:
             kv_cache=shape.kv_cache,
             renderer=NumberRenderer(),
             environment_timeout=math.inf,
+            failures=rl.Failures(untrained_batches=0),
         )
         self.trainer = rl.AsyncTrainer(
             engine=engine,

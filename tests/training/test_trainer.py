@@ -39,6 +39,10 @@ from asyncrl.types import BarrierWait, Message, Row, Segment, Step, Trajectory, 
 pytestmark = pytest.mark.usefixtures("blocking_calls_are_errors")
 
 
+_UNTRAINED = rl.Failures(untrained_batches=0)
+# Nothing need be trained.
+
+
 class _Env(rl.Env):
     """One turn; the reward is the member's number, so that each group has variance."""
 
@@ -196,7 +200,7 @@ class _Flat(_Env):
 
 def test_a_batch_without_gradient_makes_no_version() -> None:
     """It counts as a step, its slots come back at once, and the optimizer is not called."""
-    case = _Case(env=_Flat)
+    case = _Case(env=_Flat, engine={"failures": _UNTRAINED})
     run_virtual(case.run)
     assert [(step.n, step.model_step) for step in case.steps] == [(1, 0), (2, 0), (3, 0)]
     assert case.learner.batches == []
@@ -206,7 +210,7 @@ def test_a_batch_without_gradient_makes_no_version() -> None:
 
 def test_every_step_has_the_same_metrics() -> None:
     """Keys do not come and go with what happened."""
-    flat = _Case(env=_Flat)
+    flat = _Case(env=_Flat, engine={"failures": _UNTRAINED})
     run_virtual(flat.run)
     varied = _Case()
     run_virtual(varied.run)
@@ -422,7 +426,7 @@ def test_truncated_trajectories_count_as_the_rule_says(rule: Any) -> None:
     case = _Case(
         env=Judged,
         sampler=ScriptedSampler(tokens=lambda request: [65] * 8),
-        engine={"budget": rl.Budget(max_generated_tokens=3)},
+        engine={"budget": rl.Budget(max_generated_tokens=3), "failures": _UNTRAINED},
         truncation=rl.Truncation(train=rule),
     )
     run_virtual(case.run)
@@ -434,7 +438,7 @@ def test_a_turn_in_several_segments_asks_only_for_what_is_left() -> None:
     """Segments of two tokens, a budget of five: requests for 2, 2 and 1, each with all tokens so far."""
     case = _Case(
         sampler=ScriptedSampler(tokens=lambda request: [70, 71]),
-        engine={"budget": rl.Budget(max_generated_tokens=5, segment_tokens=2)},
+        engine={"budget": rl.Budget(max_generated_tokens=5, segment_tokens=2), "failures": _UNTRAINED},
         truncation=rl.Truncation(train="reward"),
     )
     run_virtual(case.run, 1)
