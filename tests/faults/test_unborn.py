@@ -241,7 +241,7 @@ def test_a_run_is_resumed_with_groups_that_never_sampled(tmp_path: Path, max_sta
         directory = tmp_path / str(third)
         lives = [Life(plan, directory) for _ in range(2)]
         for life, seconds in zip(lives, (third / 3, None), strict=True):
-            life.engine._factory = env_factory(partial(_LongChat, life))
+            life.engine.factory = env_factory(partial(_LongChat, life))
             life.play(seconds)
         journal = entries(directory)
         assert [entry.n for entry in journal] == [1, 2, 3, 4]

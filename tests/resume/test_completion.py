@@ -73,7 +73,7 @@ class _Chat(Chat):
 
 def _life(plan: Plan, directory: Path) -> Life:
     life = Life(plan, directory)
-    life.engine._factory = env_factory(partial(_Chat, life))
+    life.engine.factory = env_factory(partial(_Chat, life))
     return life
 
 
@@ -220,7 +220,7 @@ def test_an_observer_that_raises_ends_the_run_and_not_its_state(
     plan = Plan(steps=3, weights_every=100, flat_rows=flat, trainer=MODES["wait"])
     lives = [Life(plan, tmp_path / "run") for _ in range(2)]
     for life in lives:
-        life.engine._factory = env_factory(partial(_SomeDropped, life))
+        life.engine.factory = env_factory(partial(_SomeDropped, life))
     seen = itertools.count()
 
     def raises(event: Event) -> None:

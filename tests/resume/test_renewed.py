@@ -46,7 +46,7 @@ class _Breaking(Chat):
 def _life(plan: Plan, directory: Path | None, broken: dict[Row, int], after_s: float) -> Life:
     life = Life(plan, directory)
     env = type("Breaking", (_Breaking,), {"broken": broken, "after_s": after_s})
-    life.engine._factory = env_factory(partial(env, life))
+    life.engine.factory = env_factory(partial(env, life))
     return life
 
 

@@ -205,7 +205,7 @@ def test_retries_are_counted_over_processes(tmp_path: Path) -> None:
 
     def life() -> Life:
         one = Life(plan, tmp_path)
-        one.engine._factory = rl.rollout.env.env_factory(lambda: _Flaky(one))  # type: ignore[attr-defined]
+        one.engine.factory = rl.rollout.env.env_factory(lambda: _Flaky(one))  # type: ignore[attr-defined]
         return one
 
     first = life()
