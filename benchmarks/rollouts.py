@@ -29,7 +29,7 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedLearner, ScriptedPublisher, ScriptedSampler, scripted_policy
 from asyncrl.types import IntArray, Message, Row, Segment, StopReason, ToolCall, Trajectory, VersionSpan
 
-__all__ = ["ANSWER", "CALL", "GROUP_SIZE", "OBSERVATION", "PROMPT", "Load", "Measured"]
+__all__ = ["ANSWER", "CALL", "GROUP_SIZE", "OBSERVATION", "PROMPT", "Load", "Measured", "scripted_run"]
 
 GROUP_SIZE = 16
 PROMPT = "p" * 64
@@ -158,7 +158,22 @@ class _Chat(rl.Env):
         return OBSERVATION
 
 
-async def _asyncrl(load: Load) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedRun:
+    """A trainer on stubs, and how many steps its load has."""
+
+    trainer: rl.AsyncTrainer
+    sampler: _Sampler
+    steps: int
+
+    async def train(self) -> int:
+        """Take all steps; returns how many segments were sampled."""
+        async for _ in self.trainer.run(range(4096), steps=self.steps):
+            pass
+        return self.sampler.served
+
+
+def scripted_run(load: Load) -> ScriptedRun:
     """The real engine, schedule and trainer on scripted parts."""
     sampler = _Sampler(load.turns)
     engine = rl.RolloutEngine(
@@ -174,9 +189,11 @@ async def _asyncrl(load: Load) -> int:
         group_size=GROUP_SIZE,
         max_staleness=load.max_staleness,
     )
-    async for _ in trainer.run(range(4096), steps=load.steps):
-        pass
-    return sampler.served
+    return ScriptedRun(trainer=trainer, sampler=sampler, steps=load.steps)
+
+
+async def _asyncrl(load: Load) -> int:
+    return await scripted_run(load).train()
 
 
 async def _measure(side: Side, load: Load) -> Measured:

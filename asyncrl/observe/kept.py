@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.types import Group, Trajectory
@@ -38,8 +38,7 @@ class KeptRollouts:
         require_count("run.rollout_bytes", self.rollout_bytes, least=_LEAST_BYTES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptMember:
+class KeptMember(NamedTuple):
     """A trajectory that is kept, and whether it is the best or the worst of its group."""
 
     traj: Trajectory
@@ -62,7 +61,7 @@ def kept_members(groups: Sequence[Group], keep: _Words | int) -> list[KeptMember
         best = max(group.members_G, key=lambda traj: (_merit(traj), -traj.member))
         worst = min(group.members_G, key=lambda traj: (_merit(traj), -traj.member))
         found += [
-            KeptMember(traj=traj, group=group, best=traj is best, worst=traj is worst)
+            KeptMember(traj, group, best=traj is best, worst=traj is worst)
             for traj in group.members_G
             if keep != "extremes" or traj is best or traj is worst
         ]

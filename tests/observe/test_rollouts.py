@@ -201,12 +201,18 @@ def test_what_json_has_comes_back_as_it_was(row: Any, content: str, calls: list[
     [line] = _lines(_batch([traj]))
     assert (line["row"], line["messages"]) == (row, messages)
     assert (line["reward"], line["metrics"]) == (reward, {content: reward})
+    [with_tokens] = _lines(_batch([traj]), KeptRollouts(rollout_tokens=True))
+    assert with_tokens == line | {"tokens": [], "logprobs": []}
 
 
 def test_messages_that_an_environment_has_spoilt_are_still_messages() -> None:
     """A reader gets dicts whatever the list holds by now."""
     spoilt: list[Any] = ["not a message", None, {1: 2}]
     [line] = _lines(_batch([_traj(messages=spoilt)]))
+    assert all(isinstance(message, dict) for message in line["messages"])
+    traj = _traj()
+    traj.messages = None  # type: ignore[assignment]
+    [line] = _lines(_batch([traj]))
     assert all(isinstance(message, dict) for message in line["messages"])
 
 
