@@ -195,3 +195,10 @@ def test_what_cannot_be_copied_is_shared_and_named() -> None:
     itself.append(itself)
     assert copied(itself) is itself
     assert uncopyable_parts(itself) == ["row (it is nested too deeply, or contains itself)"]
+
+
+def test_what_contains_itself_is_described_where_it_does() -> None:
+    """Once, and not again in each of its own parts."""
+    loop: list[Any] = [1]
+    loop += [loop, loop]
+    assert jsonable(loop) == [1, "[1, [...], [...]]", "[1, [...], [...]]"]

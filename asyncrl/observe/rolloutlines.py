@@ -35,6 +35,7 @@ _LEAST_MESSAGE = 256
 _LAST_LINE = 128
 _PIECE = 16_384
 # Characters or numbers that are encoded at once, which takes about 0.1 ms.
+_LONGEST_ROLE = 20
 _SHORT_TOKENS = 8192
 # About 32 KB of text.
 _WORK_S, _PAUSE_S = 0.0004, 0.0001
@@ -213,7 +214,9 @@ class _Encoder:
         others = {key: item for key, item in message.items() if key != "content"} if isinstance(message, dict) else {}
         content = message.get("content") if isinstance(message, dict) else ""
         if len(self._any(others)) > limit // 2:
-            others, content = {"role": shown(others.get("role"))[:20]}, encoded.decode()
+            role = others.get("role")
+            others = {"role": role[:_LONGEST_ROLE] if isinstance(role, str) else ""}
+            content = encoded.decode()
         elif not isinstance(content, str):
             content = self._any(content).decode()
         room = limit - len(self._any({**others, "content": 0}))
