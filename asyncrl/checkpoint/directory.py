@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,7 +25,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.files import read_json, reading, sweep, write_json
 from asyncrl.types import Row
 
-__all__ = ["RunDirectory", "write_configuration"]
+__all__ = ["RunDirectory", "read_origin", "write_configuration"]
 
 _RUN_FILE = "run.json"
 _WAY_OUT = "put back a copy of what is missing, or use another folder"
@@ -156,9 +156,26 @@ class RunDirectory:
             raise CheckpointError(f"{path} does not go on from the state that was saved: {error!r}") from error
 
 
-def write_configuration(directory: Path, configuration: Mapping[str, object]) -> None:
-    """Begin the file of a new run: its configuration, when it started and with which versions. Whole or not at all."""
+def read_origin(directory: Path) -> tuple[Path | None, Sequence[str]]:
+    """The recipe or script that the run in ``directory`` was started from, and what ``--set`` said; None: not known.
+
+    Raises ``CheckpointError`` if the run's file cannot be read.
+    """
+    origin = read_json(directory / _RUN_FILE).get("origin") or {}
+    path = origin.get("path")
+    return None if path is None else Path(path), origin.get("overrides", ())
+
+
+def write_configuration(
+    directory: Path, configuration: Mapping[str, object], *, origin: Path | None = None, overrides: Sequence[str] = ()
+) -> None:
+    """Begin the file of a new run, whole or not at all.
+
+    It has the configuration, the recipe or script ``origin`` that it is from with its ``overrides``, when the run
+    started and with which versions of what.
+    """
     content = {
+        "origin": {"path": None if origin is None else str(origin.resolve()), "overrides": list(overrides)},
         "configuration": configuration,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

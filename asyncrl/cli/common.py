@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         action="append",
         default=[],
-        help="replace a value of the recipe (TOML, or a bare string); can be repeated",
+        help="replace a value of the recipe (TOML, or a bare string); nothing after = is the default; can be repeated",
     )
 
 
@@ -109,7 +110,11 @@ def noting_begin(arguments: argparse.Namespace, events: Events) -> Iterator[None
 
 def print_result(result: dict[str, Any], started: float, stopped: bool) -> None:
     """The JSON line of a command that began at ``started`` (monotonic seconds)."""
-    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+    rounded: dict[str, Any] = {
+        # JSON has no NaN.
+        key: (round(value, 4) if math.isfinite(value) else None) if isinstance(value, float) else value
+        for key, value in result.items()
+    }
     rounded["seconds"] = round(time.monotonic() - started, 1)
     if stopped:
         rounded["stopped"] = True

@@ -27,6 +27,14 @@ def add(commands: Commands) -> None:
     demo.set_defaults(recipe=None)
     for command in (train, demo):
         add_overrides(command)
+        command.add_argument(
+            "--from",
+            dest="start",
+            type=Path,
+            metavar="RUN|WEIGHTS",
+            help="start from what a run has trained, or from the folder of an adapter or a model",
+        )
+        command.add_argument("--version", type=int, metavar="N", help="of the run to start from (default: the newest)")
         folder = command.add_mutually_exclusive_group()
         folder.add_argument(
             "--run-dir", type=Path, metavar="DIR", help="folder for the run's files (default: a new one)"
@@ -46,12 +54,15 @@ def _train(arguments: argparse.Namespace) -> None:
 def _train_recipe(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
     from asyncrl.recipe.checking import check_start
     from asyncrl.recipe.compose import compose
+    from asyncrl.recipe.config import load_recipe
     from asyncrl.training.attended import RunCall, attend
 
     recipe = load(arguments)
     if arguments.resume is not None and recipe.checkpointing is None:
         raise ConfigError.for_value("checkpoint.enabled", False, "true to resume a run")
     directory = _folder(arguments) or new_folder(Path(recipe.run.directory), recipe.path.resolve().parent.name)
+    if start := _start(arguments, directory):
+        recipe = load_recipe(recipe.path, [*arguments.overrides, *start])
     composed = compose(recipe, directory=directory)
     anyio.run(check_start, recipe, composed, backend="asyncio")
     make_folder(directory, "--run-dir")
@@ -67,6 +78,8 @@ def _train_recipe(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
             call,
             directory=directory,
             configuration=recipe.tables,
+            origin=recipe.path,
+            overrides=arguments.overrides,
             debug=arguments.debug,
             secrets=recipe.sampler.secrets(),
         )
@@ -81,21 +94,37 @@ def _train_script(arguments: argparse.Namespace) -> tuple[RunEnd, Path]:
     path: Path = arguments.recipe
     if arguments.overrides:
         raise ConfigError.for_value("--set", arguments.overrides[0], "left out: a script has its own options")
+    if arguments.start is not None:
+        allowed = "left out: a script says it itself, by rl.TorchLearner(.., adapter=..)"
+        raise ConfigError.for_value("--from", str(arguments.start), allowed)
     ends: list[tuple[RunEnd, Path]] = []
 
     def make_run(call: RunCall, wanted: Path | None) -> RunEnd:
         directory = _folder(arguments) or wanted or new_folder(Path("runs"), path.stem)
         make_folder(directory, "--run-dir")
         with noting_begin(arguments, call.trainer.events):
-            configuration = {"script": str(path.resolve())}
-            end = attend(
-                keep_in(call, directory), directory=directory, configuration=configuration, debug=arguments.debug
-            )
+            kept = keep_in(call, directory)
+            end = attend(kept, directory=directory, configuration={}, origin=path, debug=arguments.debug)
         ends.append((end, directory))
         return end
 
     run_script(path, make_run)
     return ends[0]
+
+
+def _start(arguments: argparse.Namespace, directory: Path) -> list[str]:
+    """What the weights to start from change in the recipe. Adapters are copied: their run may remove them."""
+    from asyncrl.recipe.trained import copied, find_trained
+
+    own = directory / "start"
+    if arguments.resume is not None and own.is_dir():
+        return find_trained(own, None, key="start").overrides()
+    if arguments.start is None:
+        if arguments.version is not None:
+            raise ConfigError.for_value("--version", arguments.version, "left out without --from")
+        return []
+    trained = find_trained(arguments.start, arguments.version, key="--from")
+    return (copied(trained, own) if trained.is_adapter else trained).overrides()
 
 
 def _folder(arguments: argparse.Namespace) -> Path | None:

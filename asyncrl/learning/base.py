@@ -113,6 +113,10 @@ class Learner(Protocol):
         """
         ...
 
+    async def load_exported(self, directory: Path) -> None:
+        """Set the parameters that ``export`` wrote. Raises ``CheckpointError`` if they are of another model."""
+        ...
+
     async def export(self, directory: Path) -> None:
         """Write what the servers need for the current parameters into the empty ``directory``.
 

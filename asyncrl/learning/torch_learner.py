@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from asyncrl.concurrency.worker import Worker
 from asyncrl.errors import LearnerError, require_choice, require_count
+from asyncrl.learning.adapterfolder import read_adapter
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.learning.losses import Loss
 from asyncrl.learning.modelfolder import find_model
@@ -31,6 +32,7 @@ class TorchLearner:
     """Trains the transformers model ``model``, a LoRA adapter of it or all weights.
 
     ``model``: a folder, or a name of the Hugging Face hub that is in the local cache (see ``find_model``).
+    ``adapter``: folder of the LoRA adapter to start from, in PEFT's format. ``lora`` may be left out then.
     ``dtype``: of parameters and compute; on a CPU bfloat16 is several times slower than float32. The
     optimizer works in float32 with either.
     ``device``: "auto" is the GPU if there is one.
@@ -40,11 +42,12 @@ class TorchLearner:
     ``seed``: of the adapter's first values.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of a learner; each is one sentence above
         self,
         model: str | Path,
         *,
         lora: LoraConfig | None = None,
+        adapter: str | Path | None = None,
         dtype: DType = "float32",
         device: str = "auto",
         threads: int | None = None,
@@ -57,7 +60,8 @@ class TorchLearner:
         require_count("model.micro_batch_tokens", micro_batch_tokens, least=1)
         if threads is not None:
             require_count("model.threads", threads, least=1)
-        self.lora = lora
+        self.adapter = None if adapter is None else Path(adapter).expanduser()
+        self.lora = lora if self.adapter is None else read_adapter(self.adapter, lora)
         self.dtype = dtype
         self.device = device
         self.threads = threads
@@ -112,6 +116,10 @@ class TorchLearner:
         """Set what ``save_state`` wrote; ``CheckpointError`` if it is damaged or of another model."""
         await self._worker.run(self._opened.load_state, directory)
 
+    async def load_exported(self, directory: Path) -> None:
+        """Set the parameters that ``export`` wrote; ``CheckpointError`` if they are of another model or adapter."""
+        await self._worker.run(self._opened.load_exported, directory)
+
     async def export(self, directory: Path) -> None:
         """Write an adapter folder, or the whole model with its tokenizer, into the empty ``directory``."""
         await self._worker.run(self._opened.export, directory)
@@ -131,7 +139,7 @@ class TorchLearner:
     def _load(self) -> TorchModel:
         from asyncrl.learning.torch_model import TorchModel
 
-        return TorchModel(
+        model = TorchModel(
             self._path,
             lora=self.lora,
             dtype=self.dtype,
@@ -141,6 +149,9 @@ class TorchLearner:
             gradient_checkpointing=self.gradient_checkpointing,
             seed=self.seed,
         )
+        if self.adapter is not None:
+            model.load_exported(self.adapter)
+        return model
 
     @property
     def _opened(self) -> TorchModel:

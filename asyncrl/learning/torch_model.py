@@ -6,7 +6,6 @@ pass is deterministic on a CPU: the same sequences give the same sums to the las
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,23 +20,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.errors import ConfigError, NonFiniteError
+from asyncrl.errors import CheckpointError, ConfigError, NonFiniteError
+from asyncrl.learning.adapterfolder import copy_tokenizer
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.learning.losses import Loss, LossInputs
 from asyncrl.learning.options import LoraConfig
-from asyncrl.learning.torch_state import load_state, save_state
+from asyncrl.learning.torch_state import load_state, load_tensors, save_state
 from asyncrl.types import FloatArray, IntArray
 
 __all__ = ["TorchModel", "micro_batches"]
-
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "added_tokens.json",
-)
 
 
 class TorchModel:
@@ -149,13 +140,31 @@ class TorchModel:
         self._follow_masters()
 
     @torch.no_grad()
+    def load_exported(self, directory: Path) -> None:
+        """Set the parameters that ``export`` wrote; ``CheckpointError`` if they are of another model or adapter."""
+        if self._lora is not None:
+            load_tensors(_adapter_tensors(self._lora), directory / "adapter_model.safetensors")
+        else:
+            self._load_whole(directory)
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                master.copy_(parameter)
+
+    def _load_whole(self, directory: Path) -> None:
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=self._causal.dtype, local_files_only=True
+            )
+            self._causal.load_state_dict(model.state_dict())
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{directory} has no weights of this model: {error}") from error
+
+    @torch.no_grad()
     def export(self, directory: Path) -> None:
         """Write an adapter folder, or the whole model with its tokenizer, into ``directory``."""
         if self._lora is None:
             self._causal.save_pretrained(directory)
-            for pattern in _TOKENIZER_FILES:
-                for file in self._path.glob(pattern):
-                    shutil.copy(file, directory)
+            copy_tokenizer(self._path, directory)
             return
         tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(self._lora).items()}
         save_file(tensors, directory / "adapter_model.safetensors")

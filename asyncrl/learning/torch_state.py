@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import CheckpointError
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "load_tensors", "save_state"]
 
 _FILE = "state.safetensors"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -37,10 +37,7 @@ def load_state(masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optim
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     saved = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if key.startswith("parameter/")}
-    for name in {**saved, **masters}:
-        shapes = [None if name not in group else tuple(group[name].shape) for group in (saved, masters)]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(f"{path} has {name} of shape {shapes[0]}, but the model has it of shape {shapes[1]}")
+    _require_same_shapes(path, saved, masters)
     for name, master in masters.items():
         master.copy_(saved[name])
         state: dict[str, Any] = optimizer.state[master]
@@ -48,6 +45,25 @@ def load_state(masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optim
         for moment in _MOMENTS:
             if f"{moment}/{name}" in tensors:
                 state[moment] = tensors[f"{moment}/{name}"].to(master.device)
+
+
+@torch.no_grad()
+def load_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Set ``tensors`` to those of the same names in ``path``. Raises ``CheckpointError`` unless it has just these."""
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    _require_same_shapes(path, found, tensors)
+    for name, tensor in tensors.items():
+        tensor.copy_(found[name])
+
+
+def _require_same_shapes(path: Path, found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    for name in {**found, **own}:
+        shapes = [None if name not in group else tuple(group[name].shape) for group in (found, own)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(f"{path} has {name} of shape {shapes[0]}, but the model has it of shape {shapes[1]}")
 
 
 def _tensors(

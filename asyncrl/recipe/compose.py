@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError
+from asyncrl.learning.adapterfolder import read_adapter
 from asyncrl.learning.base import Learner
 from asyncrl.learning.modelfolder import find_model
 from asyncrl.learning.torch_learner import TorchLearner
@@ -66,6 +67,7 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
     yet, which imports torch. Raises ``ConfigError``.
     """
     with _named(recipe):
+        recipe = _with_adapter(recipe)
         recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
         env, evaluator = _environment(recipe), _evaluator(recipe)
         rows = read_rows(recipe.data, "train", _folder(recipe))
@@ -137,6 +139,16 @@ class _UnmadeLearner:
 
     lora_rank: int | None
     model_path: Path = Path("not-made-yet")
+
+
+def _with_adapter(recipe: Recipe) -> Recipe:
+    """The recipe with the folder of the adapter that it starts from, whose options are those of its own adapter."""
+    adapter = recipe.learner["adapter"]
+    if adapter is None:
+        return recipe
+    folder = _folder(recipe) / Path(adapter).expanduser()
+    lora = read_adapter(folder, recipe.learner["lora"])
+    return dataclasses.replace(recipe, learner={**recipe.learner, "adapter": folder, "lora": lora})
 
 
 def _checkpointing(recipe: Recipe, directory: Path | None) -> Checkpointing | None:

@@ -33,6 +33,8 @@ _CONTAINERS = (Literal, tuple, Mapping)
 _PATH = Annotated[str, AfterValidator(lambda text: Path(text))]  # noqa: PLW0108  a class without a signature
 _PLAIN = (str, int, float, bool, Any, _PATH)
 _OFF = "off"
+_UNSET = object()
+# What is set to nothing is left out.
 
 _DEEPEST = 16
 # Tables in tables: no recipe needs half of them.
@@ -141,8 +143,12 @@ def require_known(table: Table, known: Collection[str], where: str) -> None:
 def override(tables: Table, assignment: str) -> dict[str, Any]:
     """``tables`` with ``section.key=value`` applied; the value is TOML, or a bare string if it is not.
 
+    Without a value the key is left out, as if the file did not have it: its default counts.
+
     >>> override({"trainer": {"steps": 40}}, "trainer.steps=2")
     {'trainer': {'steps': 2}}
+    >>> override({"trainer": {"steps": 40, "loss": "ppo"}}, "trainer.loss=")
+    {'trainer': {'steps': 40}}
     """
     path, equals, text = assignment.partition("=")
     keys = path.strip().split(".")
@@ -150,13 +156,15 @@ def override(tables: Table, assignment: str) -> dict[str, Any]:
         raise ConfigError.for_value("--set", assignment, "section.key=value")
     if not all(sign.isprintable() or sign.isspace() for sign in assignment):
         raise ConfigError.for_value("--set", assignment, "section.key=value in printable characters")
-    return _replaced(tables, keys, _parse(text.strip(), path), path)
+    text = text.strip()
+    return _replaced(tables, keys, _parse(text, path) if text else _UNSET, path)
 
 
 def _replaced(table: Table, keys: list[str], value: object, path: str) -> dict[str, Any]:
     first, *rest = keys
     if not rest:
-        return {**table, first: value}
+        others = {key: other for key, other in table.items() if key != first}
+        return others if value is _UNSET else {**table, first: value}
     inner = table.get(first, {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"--set {path}: {first} is {shown(inner)} and no table, so it has no key {shown(rest[0])}")

@@ -212,6 +212,9 @@ class ScriptedLearner:
             raise CheckpointError(f"{path} cannot be read: {error!r}") from error
         self.batches, self.divisors, self.settings = [], [], []
 
+    async def load_exported(self, directory: Path) -> None:
+        """There is nothing to set."""
+
     async def export(self, directory: Path) -> None:
         """Nothing is written."""
 

@@ -61,12 +61,15 @@ def attend(
     *,
     directory: Path | None,
     configuration: Mapping[str, object],
+    origin: Path | None = None,
+    overrides: Sequence[str] = (),
     debug: bool = False,
     secrets: Sequence[str] = (),
 ) -> RunEnd:
     """Make the run. ``directory`` gets its files, None: nothing is kept. One that has a run is resumed.
 
-    ``configuration``: what ``run.json`` of a new folder says. Raises whatever ends the run, ``ConfigError`` before
+    ``configuration``, ``origin``, ``overrides``: what ``run.json`` of a new folder says of it, of the recipe or script
+    that it is from, and of what was changed in that. Raises whatever ends the run, ``ConfigError`` before
     anything starts.
     """
     events, summary = call.trainer.events, RunSummary()
@@ -75,7 +78,7 @@ def attend(
         earlier = list(read_results(directory))
     elif directory is not None:
         make_folder(directory, "run_dir")
-        write_configuration(directory, configuration)
+        write_configuration(directory, configuration, origin=origin, overrides=overrides)
     unsubscribe = events.subscribe(summary.observe)
     done: list[Step] = []
 

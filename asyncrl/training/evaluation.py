@@ -8,7 +8,6 @@ training go on.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.engine import EngineSession
 from asyncrl.rollout.groupplan import FailedGroup
 from asyncrl.rollout.usercode import place_of
+from asyncrl.training.measures import measures
 from asyncrl.types import Group, Row
 
 __all__ = ["Evaluator"]
@@ -40,6 +40,8 @@ class Evaluator:
     """Trajectories of each row."""
     temperature: float | None = None
     """None: the engine's. 0 is greedy."""
+    pass_reward: float = 1.0
+    """A trajectory passes, for pass@k, if its reward is at least this."""
 
     def __post_init__(self) -> None:
         require_count("evaluation.every", self.every, least=0)
@@ -83,7 +85,8 @@ class Evaluator:
             in_order = sorted(groups, key=lambda group: group.index)
             now = anyio.current_time()
             session.events.emit(RolloutsFinished(time=now, n=n, version=version, groups=in_order, evaluation=_NAME))
-        metrics = {**_metrics(groups), "failed_rows": float(len(failed))}
+        found = measures(groups, group_size=self.group_size, pass_reward=self.pass_reward)
+        metrics = {**found, "failed_rows": float(len(failed))}
         session.events.emit(EvaluationFinished(time=anyio.current_time(), version=version, metrics=metrics))
         return metrics
 
@@ -102,15 +105,3 @@ def _tell_failures(groups: Sequence[Group], failed: Sequence[FailedGroup], event
         }
         now = anyio.current_time()
         events.emit(Notice(time=now, name="evaluation_failures", level="warning", keys=keys))
-
-
-def _metrics(groups: Sequence[Group]) -> Mapping[str, float]:
-    members = [member for group in groups for member in group.members_G]
-    rewards = [member.reward for member in members if member.reward is not None]
-    return {
-        "reward_mean": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "trajectories": float(len(members)),
-        "generated_tokens_mean": statistics.fmean(member.generated_tokens for member in members),
-        "truncated_frac": statistics.fmean(member.truncated is not None for member in members),
-    }

@@ -79,7 +79,7 @@ def _host_of(keep: bool) -> RunHost:
             return attend(call, directory=None, configuration={})
         directory = directory or new_folder(Path("runs"), script.stem if script else "run")
         _say(call, f"the run is kept in {directory}")
-        end = attend(keep_in(call, directory), directory=directory, configuration={"script": str(script or "")})
+        end = attend(keep_in(call, directory), directory=directory, configuration={}, origin=script)
         if end.stopped:
             _say(call, f"stopped; it goes on with rl.run(.., run_dir={str(directory)!r})")
         return end
