@@ -80,7 +80,10 @@ def load(arguments: argparse.Namespace) -> Recipe:
 
     path = arguments.recipe or _demo_recipe()
     say(f"loading {path} (importing torch and, the first time, making the model can take half a minute)")
-    return load_recipe(path, arguments.overrides)
+    recipe = load_recipe(path, arguments.overrides)
+    if recipe.model.download:
+        say(f"{recipe.model.path} is downloaded if it is not on this machine, which can take minutes")
+    return recipe
 
 
 def _demo_recipe() -> Path:

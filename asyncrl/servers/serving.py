@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
 import anyio
@@ -75,7 +76,7 @@ def serve(backend: str, given: Mapping[str, Any], *, say: Callable[[str], None],
             options[key] = read_secret(f"--{name.replace('_', '-')}", options.pop(name))
     if backend == "embedded":
         if download:
-            find_model(options["model"], download=True, key="--model")
+            _download(options["model"], say)
         say("loading torch and the model")
         from asyncrl.servers.serve import run_server
 
@@ -83,12 +84,17 @@ def serve(backend: str, given: Mapping[str, Any], *, say: Callable[[str], None],
         return
     found = read_options(options)
     if download:
-        find_model(found.model, download=True, key="--model")
+        _download(found.model, say)
 
     async def work() -> None:
         await _serve_sglang(found, say)
 
     anyio.run(until_signal, work, backend="asyncio")
+
+
+def _download(model: Path, say: Callable[[str], None]) -> None:
+    say(f"looking for {model}, and downloading what is missing of it, which can take minutes")
+    find_model(model, download=True, key="--model")
 
 
 def _refuse_others(backend: str, options: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The recipe as a script. Going from synchronous to asynchronous training is changing the two constants.
 
+uv run asyncrl install-smollm
 uv run --extra smollm python envs/arithmetic/train.py
 """
 

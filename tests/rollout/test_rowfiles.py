@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,15 +186,22 @@ def test_parquet_is_rows(file: Path) -> None:
         rl.load_rows(file.with_name("absent.parquet"))
 
 
-def test_a_folder_of_datasets_is_rows(tmp_path: Path) -> None:
-    """One split of it; several are named."""
-    datasets = pytest.importorskip("datasets")
+def test_a_folder_of_datasets_is_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split of it; several are named, and another folder is refused. The library is a fake of its one function."""
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
-    split = datasets.Dataset.from_list(rows)
-    assert rl.Evaluator(rows=split).rows == rows
-    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "all"))
-    assert rl.load_rows(tmp_path / "all" / "train") == rows
+    saved: dict[str, Any] = {"one": rows, "all": {"train": rows, "test": rows}}
+
+    def load(folder: str) -> Any:
+        try:
+            return saved[Path(folder).name]
+        except KeyError:
+            raise FileNotFoundError(f"Directory {folder} is neither a Dataset directory nor a DatasetDict") from None
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=load))
+    for name in ("one", "all", "other"):
+        (tmp_path / name).mkdir()
+    assert rl.load_rows(tmp_path / "one") == rows
     with pytest.raises(ConfigError, match=r"has several splits, but must be one of them: .*all/train"):
         rl.load_rows(tmp_path / "all")
-    with pytest.raises(ConfigError, match=r"is no folder that datasets\.save_to_disk wrote"):
-        rl.load_rows(tmp_path)
+    with pytest.raises(ConfigError, match=r"is no folder that datasets\.save_to_disk wrote: Directory"):
+        rl.load_rows(tmp_path / "other")
