@@ -41,7 +41,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "enviro
 LARGEST_REWARD = 1e12
 # Its square, summed over a step's tokens, still fits into float32.
 _TABLES: Mapping[str, Callable[[Any], Any]] = {
-    "iterrows": lambda frame: frame.to_dict("records"),
+    # What is missing is NaN in pandas, also among texts.
+    "iterrows": lambda frame: frame.astype(object).where(frame.notna(), None).to_dict("records"),
     "iter_rows": lambda frame: frame.to_dicts(),
     "to_pylist": lambda table: table.to_pylist(),
 }

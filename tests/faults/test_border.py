@@ -355,6 +355,14 @@ class _Pandas:
 
     def iterrows(self) -> Any: ...
 
+    def notna(self) -> Any: ...
+
+    def astype(self, kind: type) -> _Pandas:
+        return self
+
+    def where(self, there: Any, other: None) -> _Pandas:
+        return self
+
     def to_dict(self, kind: str) -> Any:
         assert kind == "records"
         return [{"a": 1}, {"a": 2}]
