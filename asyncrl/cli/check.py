@@ -38,17 +38,18 @@ def add(commands: Commands) -> None:
     """Declare the command and its flags."""
     text = "look for what is wrong with a recipe and its environment, in seconds"
     check = commands.add("check", _check, text, epilog=_EPILOG)
-    check.add_argument("recipe", type=Path, help="TOML file")
+    check.add_argument("recipe", type=Path, help="TOML file, or a script that calls rl.run, which is run up to there")
     seconds = "for each call of the environment (30)"
     check.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help=seconds)
     add_overrides(check)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from asyncrl.recipe.checking import check_recipe
+    from asyncrl.recipe.checking import check_composed, check_recipe
     from asyncrl.recipe.config import load_recipe
     from asyncrl.recipe.findings import Findings
     from asyncrl.recipe.rendering import plain_console, print_prompt
+    from asyncrl.recipe.scripts import compose_script, is_script
 
     console = plain_console()
     if not arguments.timeout > 0:
@@ -64,16 +65,18 @@ def _check(arguments: argparse.Namespace) -> None:
         if finding.todo:
             console.print(Text(f"{'':<{_WIDTH}}  -> {finding.todo}"))
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    path: Path = arguments.recipe
     findings = Findings(show)
-    findings.ok("recipe", str(recipe.path))
-    look = partial(
-        check_recipe, recipe, findings, show_prompt=partial(print_prompt, console), timeout_s=arguments.timeout
-    )
+    how = {"show_prompt": partial(print_prompt, console), "timeout_s": arguments.timeout}
+    if is_script(path):
+        look = partial(check_composed, compose_script(path), findings, **how)
+    else:
+        look = partial(check_recipe, load_recipe(path, arguments.overrides), findings, **how)
+    findings.ok("recipe", str(path))
     hangs = anyio.run(look, backend="asyncio")
     if not findings.wrong:
         return
-    error = ConfigError(f"{recipe.path}: {findings.wrong} wrong, see above; nothing was trained")
+    error = ConfigError(f"{path}: {findings.wrong} wrong, see above; nothing was trained")
     if hangs:
         # The interpreter would wait for that thread.
         say(str(error))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,21 +19,23 @@ import anyio.to_thread
 
 from asyncrl.errors import AsyncRLError, ConfigError, InfrastructureError, RolloutTimeout
 from asyncrl.events import Events
+from asyncrl.learning.modelfolder import find_model
 from asyncrl.plain import copied, error_text
 from asyncrl.recipe.compose import ComposedRun, compose, parts, renderer_of
 from asyncrl.recipe.config import Recipe
 from asyncrl.recipe.findings import Findings
 from asyncrl.recipe.rehearsal import Rehearsal
 from asyncrl.rollout.border import checked_messages, place, shared_parts
+from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import call_user
 from asyncrl.rollout.closing import Closing
 from asyncrl.rollout.env import Env, EnvFactory, env_factory
 from asyncrl.rollout.renderer import ChatRenderer, TextRenderer
 from asyncrl.rollout.tools import Tool
 from asyncrl.rollout.usercode import place_of
-from asyncrl.types import IntArray, Message
+from asyncrl.types import IntArray, Message, Row
 
-__all__ = ["check_recipe", "check_start"]
+__all__ = ["check_composed", "check_recipe", "check_start"]
 
 T = TypeVar("T")
 ShowPrompt: TypeAlias = Callable[[ChatRenderer | TextRenderer, Sequence[Message], Sequence[Tool], IntArray], None]
@@ -51,13 +54,40 @@ async def check_recipe(recipe: Recipe, findings: Findings, *, show_prompt: ShowP
     if (model := made.get("model")) is not None:
         renderer = await anyio.to_thread.run_sync(_load_renderer, model, recipe, findings)
     await _look_at_servers(recipe, findings)
+    factory = _attempt("env", findings, lambda: env_factory(made["env"])) if "env" in made else None
     hangs = False
-    if renderer is not None and "env" in made and "data.train" in made:
-        hangs = await _rehearse(recipe, made, renderer, findings, show_prompt=show_prompt, timeout_s=timeout_s)
+    if renderer is not None and factory is not None and "data.train" in made:
+        subject = _Subject(
+            factory=factory,
+            row=made["data.train"][0],
+            renderer=renderer,
+            budget=recipe.engine["budget"],
+            model=made["model"],
+        )
+        hangs = await _rehearse(subject, findings, show_prompt=show_prompt, timeout_s=timeout_s)
     else:
         findings.unchecked("rehearsal", "the environment: it needs all of [env], [data] and [model]")
     findings.unchecked("run", "whether the model fits into memory, and how long things take")
     return hangs
+
+
+async def check_composed(
+    composed: ComposedRun, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float
+) -> bool:
+    """The same of a run that a script has built: its first prompt and the rehearsal."""
+    engine, model = composed.engine, composed.engine.policy.learner.model_path
+    try:
+        await anyio.to_thread.run_sync(find_model, model)
+        renderer = await engine.open_renderer(Events())
+    except ConfigError as error:
+        findings.error("model", error)
+        return False
+    if not isinstance(renderer, ChatRenderer | TextRenderer):
+        findings.unchecked("rehearsal", "the environment: the renderer is the script's own")
+        return False
+    budget: Any = engine.identity()["budget"]
+    subject = _Subject(factory=engine.factory, row=composed.rows[0], renderer=renderer, budget=budget, model=model)
+    return await _rehearse(subject, findings, show_prompt=show_prompt, timeout_s=timeout_s)
 
 
 def _look_at_parts(recipe: Recipe, findings: Findings) -> Mapping[str, Any]:
@@ -148,19 +178,21 @@ async def _look_at_servers(recipe: Recipe, findings: Findings) -> None:
             findings.fault("sampler", f"{url} takes no connection: {error_text(error)}", todo=todo)
 
 
-async def _rehearse(
-    recipe: Recipe,
-    made: Mapping[str, Any],
-    renderer: ChatRenderer | TextRenderer,
-    findings: Findings,
-    *,
-    show_prompt: ShowPrompt,
-    timeout_s: float,
-) -> bool:
-    factory = _attempt("env", findings, lambda: env_factory(made["env"]))
-    if factory is None:
-        return False
-    with Rehearsal(factory.create, made["data.train"][0], renderer, findings, timeout_s=timeout_s) as rehearsal:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """What is rehearsed."""
+
+    factory: EnvFactory
+    row: Row
+    renderer: ChatRenderer | TextRenderer
+    budget: Budget
+    model: Path
+
+
+async def _rehearse(subject: _Subject, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float) -> bool:
+    """True if a thread goes on with a call that hangs."""
+    factory, renderer = subject.factory, subject.renderer
+    with Rehearsal(factory, subject.row, renderer, findings, timeout_s=timeout_s) as rehearsal:
         opening = await rehearsal.opening()
         if opening is not None:
             env, messages = opening
@@ -171,7 +203,7 @@ async def _rehearse(
                 findings.error("prompt", error)
             else:
                 show_prompt(renderer, messages, env.tools, ids)
-                _look_at_room(len(ids), recipe, made["model"], findings)
+                _look_at_room(len(ids), subject, findings)
                 await rehearsal.run(env)
         return rehearsal.hangs
 
@@ -187,10 +219,10 @@ def _look_at_tools(renderer: ChatRenderer | TextRenderer, env: Env, factory: Env
     findings.ok("tools", ", ".join(tool.name for tool in env.tools) or "none")
 
 
-def _look_at_room(tokens: int, recipe: Recipe, model: Path, findings: Findings) -> None:
+def _look_at_room(tokens: int, subject: _Subject, findings: Findings) -> None:
     """Whether the context has room for the prompt, and for what the budget lets the model say."""
-    budget = recipe.engine["budget"]
-    context = min(budget.max_context_tokens, _context_of(model) or budget.max_context_tokens)
+    budget = subject.budget
+    context = min(budget.max_context_tokens, _context_of(subject.model) or budget.max_context_tokens)
     wanted = budget.max_generated_tokens
     if budget.max_turn_tokens is not None:
         wanted = min(wanted, budget.max_turns * budget.max_turn_tokens)

@@ -22,7 +22,7 @@ from asyncrl.recipe.findings import Findings
 from asyncrl.rollout.border import checked_messages, place
 from asyncrl.rollout.budget import Budget
 from asyncrl.rollout.calls import UserCalls, abandoned_calls
-from asyncrl.rollout.env import Env
+from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.progress import Activities
 from asyncrl.rollout.tools import Tool, example_arguments
@@ -148,10 +148,8 @@ class _Ears:
 class Rehearsal:
     """Plays the conversations of one environment. Enter it as a block, in which each user call has ``timeout_s``."""
 
-    def __init__(
-        self, create: Callable[[], Env], row: Row, renderer: Any, findings: Findings, *, timeout_s: float
-    ) -> None:
-        self._create = create
+    def __init__(self, factory: EnvFactory, row: Row, renderer: Any, findings: Findings, *, timeout_s: float) -> None:
+        self._factory = factory
         self._row = row
         self._real = renderer
         self._findings = findings
@@ -199,7 +197,7 @@ class Rehearsal:
                 self._findings.ok("on_truncated", f"{cut.reward:g} for an answer that was cut off")
         if env.recovery != "drop" and usual is not None:
             await self._recover(env, max(0, usual.turns - 1))
-        if type(env).close is not Env.close:
+        if self._factory.owned and type(env).close is not Env.close:
             self._findings.ok("close", "closed after each conversation")
 
     async def _tools(self, tools: list[Tool]) -> Trajectory | None:
@@ -291,10 +289,10 @@ class Rehearsal:
 
     async def _made(self) -> Env | None:
         """A new environment, on the event loop, as a run makes it."""
-        self._calls.begin("environment", self._create)
+        self._calls.begin("environment", self._factory.create)
         try:
             with _interrupted_after(_GRACE * self._calls.seconds, "__init__"):
-                env = self._create()
+                env = self._factory.create()
         except Exception as error:  # noqa: BLE001  whatever user code raises is a finding
             self._report(error)
             return None
@@ -302,6 +300,8 @@ class Rehearsal:
         return env
 
     async def _close(self, env: Env) -> None:
+        if not self._factory.owned:
+            return
         try:
             await self._calls(env.close)
         except Exception as error:  # noqa: BLE001  whatever user code raises is a finding

@@ -245,7 +245,7 @@ class RolloutEngine:
             require_open_files(self.schedule.sample_requests)
         async with self.policy.opened(events, kv_cache=self.settings.kv_cache, versions_in=versions_in) as policy:
             budget = self._budget_within(policy.sampler, events)
-            renderer = await self._open_renderer(policy.learner.model_path, events)
+            renderer = await self.open_renderer(events)
             clock = PolicyClock(-1)
             context = RolloutContext(
                 sampler=policy.sampler,
@@ -284,9 +284,11 @@ class RolloutEngine:
             events.emit(Notice(time=anyio.current_time(), name="context_limited_by_servers", keys=keys))
         return budget
 
-    async def _open_renderer(self, model: Path, events: Events) -> Renderer:
+    async def open_renderer(self, events: Events) -> Renderer:
+        """What its trajectories are rendered with, tried with the environment's tools; see ``open_renderer``."""
         how = {"template_options": self._template_options, "announce_tools": self._announce_tools}
         if isinstance(self._renderer, str):
+            model = self.policy.learner.model_path
             return await open_renderer(model, self._renderer, self.factory, events, stop=self._stop, **how)
         for key, value in how.items():
             if value not in ({}, "template"):

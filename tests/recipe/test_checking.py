@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -142,6 +143,58 @@ def test_a_sound_recipe_is_all_ok(check: Check) -> None:
     assert re.search(r"  content +4  why\?", checked.out)
     assert re.search(r'template .*"name": "look"', checked.out)
     assert re.search(r"control .*<\|im_start\|>", checked.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["guess_number", "arithmetic"])
+def test_the_recipes_of_the_repository_are_all_ok(
+    name: str, models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one whose model has to be fetched is looked at with another."""
+    folder = Path(__file__).parents[2] / "envs" / name
+    recipe = (folder / "recipe.toml").read_text()
+    if name == "arithmetic":
+        recipe = recipe.replace('source = "env.py:build_model"', f'path = "{models("json tags")}"')
+    (tmp_path / "env.py").write_text((folder / "env.py").read_text())
+    (tmp_path / "recipe.toml").write_text(recipe)
+    code = main(["check", str(tmp_path / "recipe.toml")])
+    checked = Checked(code, capsys.readouterr().out, "", 0)
+    assert (code, checked.findings("wrong"), checked.findings("warning")) == (0, [], [])
+
+
+SCRIPT = """
+import asyncrl as rl
+from env import Talk, rows
+
+policy = rl.Policy(rl.TorchLearner("{model}"))
+engine = rl.RolloutEngine(policy, env={env}, budget=rl.Budget(max_generated_tokens=100))
+trainer = rl.AsyncTrainer(engine=engine, optimizer=rl.Adam(lr=1.0), groups_per_step=1, max_staleness=0)
+rl.run(trainer, rows(), steps=1)
+raise AssertionError("it was run")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["Talk", "Talk()"])
+def test_a_script_is_checked_as_a_recipe_is(
+    check: Check,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    env: str,
+) -> None:
+    """It runs up to ``rl.run``. An environment that all trajectories share is not closed."""
+    monkeypatch.delitem(sys.modules, "env", raising=False)
+    check(reward="return 1 / len(row['answers'])", close="raise OSError('busy')")
+    (tmp_path / "run.py").write_text(SCRIPT.format(model=models("json tags"), env=env))
+    code = main(["check", str(tmp_path / "run.py")])
+    captured = capsys.readouterr()
+    checked = Checked(code, captured.out, captured.err, 0)
+    assert "2 wrong" in checked.err if env == "Talk" else "1 wrong" in checked.err, captured
+    parts = [fault.split(":")[0].split()[-1] for fault in checked.findings("wrong")]
+    assert parts == (["close", "reward"] if env == "Talk" else ["reward"])
+    monkeypatch.delitem(sys.modules, "env", raising=False)
 
 
 FAULTS = {
