@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.errors import ConfigError, InvalidValue
+from asyncrl.errors import ConfigError, NothingTrained
 from asyncrl.rollout.usercode import folded_traceback, place_of
 
 __all__ = ["last_words"]
@@ -18,7 +18,7 @@ def last_words(error: BaseException, *, refused: bool) -> str:
     """
     place, trace = place_of(error), folded_traceback(error)
     text = str(error) if refused else f"failed: {type(error).__name__}: {error}"
-    if place and place not in text:
+    if place and place.partition(" in ")[0] not in text:
         text = f"{text}\n  at {place}"
     lines = _first(text.splitlines(), _TEXT)
     if trace:
@@ -28,7 +28,9 @@ def last_words(error: BaseException, *, refused: bool) -> str:
 
 
 def _next(error: BaseException, place: str, *, refused: bool) -> list[str]:
-    if place or isinstance(error, InvalidValue):
+    if isinstance(error, NothingTrained):
+        return []  # it says what to do itself
+    if place:
         return ["mend that line and run it again (asyncrl check tries an environment in seconds); --debug says more"]
     return [] if refused or isinstance(error, ConfigError) else ["--debug shows the whole traceback"]
 

@@ -20,6 +20,7 @@ import orjson
 
 from asyncrl.errors import ConfigError, InvalidValue, require_count
 from asyncrl.plain import are_plain, jsonable, metric, number, numbers, shown, text, uncopyable_parts
+from asyncrl.rollout.usercode import UserTraceback
 from asyncrl.types import Message, Row, Trajectory
 
 __all__ = [
@@ -80,7 +81,9 @@ def place(function: Any) -> str:
 
 def refuse(what: str, value: object, allowed: str, function: Any) -> Never:
     """Raise ``InvalidValue``: ``function`` gave ``value`` as ``what``, which must be ``allowed``."""
-    raise InvalidValue(f"{what} is {shown(value)}, but must be {allowed}: {place(function)}")
+    name, colon, line = place(function).partition(" (")
+    cause = UserTraceback(f"{line.removesuffix(')')} in {name}", "") if colon else None
+    raise InvalidValue(f"{what} is {shown(value)}, but must be {allowed}: {place(function)}") from cause
 
 
 def checked_messages(value: object, function: Any, *, least: int = 0) -> list[Message]:
