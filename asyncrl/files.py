@@ -15,6 +15,7 @@ Blocking: call these from a worker thread.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import zlib
@@ -38,6 +39,7 @@ __all__ = [
     "drafted",
     "emptied",
     "flush",
+    "is_locked",
     "locked",
     "numbered",
     "read_json",
@@ -91,6 +93,19 @@ def locked(directory: Path, option: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_locked(directory: Path) -> bool:
+    """True if a run holds ``directory``; changes nothing there."""
+    try:
+        with (directory / _LOCK).open("rb") as file:
+            # Shared, so that others who look do not see each other; held for a moment only.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no lock, or the file system has none
+        return False
+    return False
 
 
 def drafted(path: Path) -> Path:

@@ -26,7 +26,8 @@ class LastingStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._gone = False
+        self.gone = False
+        """Nobody reads it any more."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -45,14 +46,14 @@ class LastingStream:
         self._try(self._stream.flush)
 
     def _try(self, function: Callable[..., T], *args: Any) -> None:
-        if self._gone:
+        if self.gone:
             return
         try:
             function(*args)
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            self._gone = True
+            self.gone = True
             with contextlib.suppress(io.UnsupportedOperation):
                 descriptor = self._stream.fileno()
                 null = os.open(os.devnull, os.O_WRONLY)
