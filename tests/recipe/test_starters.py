@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
 from asyncrl.recipe.config import load_recipe
+from asyncrl.recipe.rehearsal import spells
 from asyncrl.recipe.starters import Starter, write_starter
+from asyncrl.rollout.renderer import ChatRenderer
+from asyncrl.testing.bytetokenizer import ByteTokenizer
 
 KINDS = sorted(get_args(Starter))
 
@@ -61,6 +64,17 @@ def test_what_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.Captur
         write_starter(tmp_path / "file", "plain")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_starter(tmp_path / "file" / "task", "plain")
+
+
+def test_a_tiny_model_that_cannot_spell_is_known() -> None:
+    """A check then writes its made-up calls with another tokenizer."""
+
+    class FewWords(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+            return [id if id >= 256 or id < 97 else 63 for id in super().encode(text)]
+
+    assert spells(ChatRenderer(ByteTokenizer()))
+    assert not spells(ChatRenderer(FewWords()))
 
 
 @given(name=st.text(st.characters(blacklist_characters="/\0"), min_size=1, max_size=12).filter(lambda n: n[0] != "."))
