@@ -36,6 +36,7 @@ __all__ = [
     "Notice",
     "RequestRepeated",
     "RolloutsFinished",
+    "RunEnded",
     "SegmentSampled",
     "StepFinished",
     "ToolCalled",
@@ -306,6 +307,17 @@ class StepFinished(Event):
     n: int
     model_step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunEnded(Event):
+    """The run of a command or of ``rl.run`` is over: the last event, unless the process was killed."""
+
+    reason: str
+    """``finished``, ``stopped`` (by a signal) or ``failed``."""
+    error: str = ""
+    where: str = ""
+    """As of a member that failed."""
 
 
 @dataclass(slots=True, kw_only=True)

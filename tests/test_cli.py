@@ -21,6 +21,7 @@ from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
 from asyncrl.events import EvaluationFinished, Event, StepFinished
 from asyncrl.observe.rollouts import read_rollouts
+from asyncrl.observe.runfiles import read_run
 from asyncrl.observe.summary import RunSummary
 from asyncrl.recipe import compose as composition
 from asyncrl.recipe.compose import ComposedRun
@@ -217,6 +218,9 @@ def test_a_failing_run_is_exit_code_1_with_its_first_error(case: _Case) -> None:
     assert "\nits last words\n" in errors
     assert "Traceback" not in errors
     assert "member_failed" in (case.directory / "run/events.jsonl").read_text(encoding="utf-8")
+    ended = read_run(case.directory / "run").ended
+    assert ended is not None
+    assert (ended["reason"], ended["error"]) == ("failed", "LookupError: the sampler is gone")
 
 
 class _WrongLate(rl.Env):
@@ -412,8 +416,10 @@ def test_the_first_signal_stops_the_run_in_order(case: _Case, number: signal.Sig
     assert result["stopped"] is True
     assert 1 <= result["steps"] < 1000
     assert f"{number.name}: stopping" in errors
-    metrics = (case.directory / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(metrics) == result["steps"]
+    run = read_run(case.directory / "run")
+    assert len(run.steps) == result["steps"]
+    assert run.ended is not None
+    assert run.ended["reason"] == "stopped"
 
 
 @pytest.mark.slow

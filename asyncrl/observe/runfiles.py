@@ -138,6 +138,7 @@ class _EventReader:
             "notice": self._notice,
             "run_ended": self._end,
             "tool_failed": self._tool,
+            "version_published": self._begin,
         }
 
     def read(self) -> None:
@@ -184,6 +185,9 @@ class _EventReader:
             name, keys = str(value.get("name")), value.get("keys")
             said = ", ".join(f"{key} {item}" for key, item in keys.items()) if isinstance(keys, dict) else ""
             _fold(self._notices, f"{name}: {said}" if said else name, "", kind=name)
+
+    def _begin(self, value: Mapping[str, Any]) -> None:
+        self._run.ended = None  # a run that goes on publishes before anything else
 
     def _end(self, value: Mapping[str, Any]) -> None:
         self._run.ended = value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -19,12 +19,14 @@ import anyio.to_thread
 from asyncrl.checkpoint.directory import write_configuration
 from asyncrl.checkpoint.folders import has_run, make_folder
 from asyncrl.concurrency.endings import FirstError
-from asyncrl.events import Notice
+from asyncrl.events import Events, Notice, RunEnded
 from asyncrl.observe.console import Reporting, reporting, until_signal
 from asyncrl.observe.kept import KeptRollouts
 from asyncrl.observe.rollouts import write_rollouts
 from asyncrl.observe.sinks import read_results, write_events
 from asyncrl.observe.summary import RunSummary
+from asyncrl.plain import error_text
+from asyncrl.rollout.usercode import place_of
 from asyncrl.training.trainer import AsyncTrainer
 from asyncrl.types import Row, Step
 
@@ -112,10 +114,31 @@ async def _take_steps(call: RunCall, directory: Path | None, done: list[Step]) -
         if directory is not None:
             await stack.enter_async_context(write_events(directory, call.trainer.events))
             await stack.enter_async_context(write_rollouts(directory, call.trainer.events, call.rollouts))
+        stack.enter_context(_telling_the_end(call.trainer.events))
         await stack.enter_async_context(contextlib.aclosing(steps))
         async for step in steps:
             await _tell(call.on_step, step)
             done.append(replace(step, trajectories=()))
+
+
+@contextlib.contextmanager
+def _telling_the_end(events: Events) -> Iterator[None]:
+    """An event says how the block ended, for those who read the run's files."""
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        stopped = isinstance(error, anyio.get_cancelled_exc_class() | KeyboardInterrupt)
+        text, where = ("", "") if stopped else (error_text(error), place_of(error))
+        _end(events, "stopped" if stopped else "failed", text, where)
+        raise
+    _end(events, "finished")
+
+
+def _end(events: Events, reason: str, error: str = "", where: str = "") -> None:
+    events.emit(RunEnded(time=anyio.current_time(), reason=reason, error=error, where=where))
 
 
 async def _tell(on_step: OnStep | None, step: Step) -> None:

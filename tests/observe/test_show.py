@@ -158,6 +158,16 @@ def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
         pass
 
 
+def test_how_a_run_ended_is_said_until_it_goes_on(tmp_path: Path) -> None:
+    """With its error; a run that is resumed and then killed has not ended in that way."""
+    failed = {"event": "run_ended", "time": 2.0, "reason": "failed", "error": "KeyError: 'x'", "where": "env.py:3"}
+    text = shown(write_run(tmp_path, steps=step_lines(2), events=[failed]))
+    assert "failed after step 2 of 20" in text
+    assert "KeyError: 'x' (env.py:3)" in text
+    published = {"event": "version_published", "time": 3.0, "version": 2}
+    assert "not running" in shown(write_run(tmp_path, steps=step_lines(2), events=[failed, published]))
+
+
 def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     """A half last line is none of them: it is being written."""
     folder = write_run(tmp_path, steps=step_lines(3), events=[{"event": "barrier_opened", "wait": 3}])
