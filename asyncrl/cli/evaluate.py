@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
+_NOT_HELD_OUT = "no rows are held out (data.heldout): those that are trained on are measured, which says less"
 _SCRIPT = ".py"
 _RECIPES = (".toml", _SCRIPT)
 
@@ -40,11 +42,12 @@ def add(commands: Commands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from asyncrl.training.evaluation import Evaluator
+
     started = time.monotonic()
     trained, recipe, overrides = _wanted(arguments)
     composed, style, secrets = _composed(recipe, overrides, trained)
-    if (evaluator := composed.evaluator) is None:
-        raise ConfigError(f"{recipe}: data.heldout is missing: it names the rows to evaluate")
+    evaluator = composed.evaluator or Evaluator(rows=composed.rows)
     result: dict[str, object] = {}
 
     async def work() -> None:
@@ -98,6 +101,12 @@ def _composed(
     if recipe.suffix == _SCRIPT:
         if overrides:
             raise ConfigError.for_value("--set", overrides[0], "left out: a script has its own options")
-        return compose_script(recipe), "console", ()
+        composed = compose_script(recipe)
+        if composed.evaluator is None:
+            say(_NOT_HELD_OUT)
+        return composed, "console", ()
     loaded = load_recipe(recipe, [*overrides, *([] if trained is None else trained.overrides())])
+    if loaded.data.heldout is None:
+        say(_NOT_HELD_OUT)
+        loaded = replace(loaded, data=replace(loaded.data, heldout=loaded.data.train))
     return compose(loaded), loaded.run.log, loaded.sampler.secrets()

@@ -20,14 +20,14 @@ from asyncrl.observe.console import say
 from asyncrl.observe.lastwords import last_words
 from asyncrl.observe.pipes import lasting_streams
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     with lasting_streams():
         # Once the run has begun an error is the run's, also if its class is that of a wrong option.
-        arguments = _parser().parse_args(argv, argparse.Namespace(published=[]))
+        arguments = make_parser().parse_args(argv, argparse.Namespace(published=[]))
         try:
             arguments.command(arguments)
         except KeyboardInterrupt:
@@ -53,7 +53,8 @@ def _report(error: BaseException, *, debug: bool, begun: bool) -> int:
     return 2 if refused else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="asyncrl",
         description="Asynchronous reinforcement learning of language models.",
