@@ -1,7 +1,7 @@
 """Starters: small environments that work as they are, for a user's own to grow from.
 
-Each is a folder of real files, in ``starters`` of the repository and inside of the package when it is installed, and is
-copied as it stands. What they have in common is in ``common``.
+Each is a folder of real files, in ``envs/starters`` of the repository and inside of the package when it is installed,
+and is copied as it stands. What they have in common is in ``common``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def write_starter(folder: Path, kind: Starter) -> list[str]:
 def _root() -> Path:
     """Beside the package in a checkout, inside it when installed."""
     package = Path(__file__).parents[1]
-    found = next((root / "starters" for root in (package.parent, package) if (root / "starters/common").is_dir()), None)
+    roots = (package.parent / "envs/starters", package / "envs/starters")
+    found = next((root for root in roots if (root / "common").is_dir()), None)
     if found is None:
-        raise ConfigError("the starters are not there: the installation lacks asyncrl/starters")
+        raise ConfigError("the starters are not there: the installation lacks asyncrl/envs/starters")
     return found
