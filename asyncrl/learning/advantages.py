@@ -30,13 +30,14 @@ class Advantage(Protocol):
 class GroupCentered:
     """Reward minus the mean of the member's own group (GRPO, arXiv 2402.03300).
 
-    A group with fewer than ``min_members`` rewards is centred on the mean of the whole batch. ``standardize``: divide
-    by the group's standard deviation (True), or by that of all centred rewards of the batch ("batch"); ``eps`` is the
-    least divisor. Example: rewards [[1, 0], [1, 1]] give [[0.5, -0.5], [0, 0]].
+    A group with fewer than ``min_members`` rewards is centred on the mean of the whole batch.
+    Example: rewards [[1, 0], [1, 1]] give [[0.5, -0.5], [0, 0]].
     """
 
     standardize: bool | Literal["batch"] = False
+    """Divide by the group's standard deviation (True), or by that of all centred rewards of the batch ("batch")."""
     eps: float = 1e-8
+    """The least that is divided by, for groups whose rewards hardly differ."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.standardize, bool) and self.standardize != "batch":

@@ -49,6 +49,7 @@ __all__ = [
     "Normalize",
     "PolicyGradient",
     "loss_from",
+    "loss_kinds",
     "token_weight",
 ]
 
@@ -114,6 +115,7 @@ class CISPO(_NamedLoss):
     """-sg(min(r, eps_max)) * A * logp (arXiv 2506.13585): a capped weight, and a gradient for every token."""
 
     eps_max: float = 6.0
+    """Cap of the importance ratio; only a token that became much likelier since it was sampled reaches it."""
     name: ClassVar[str] = "cispo"
     diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl", "clipped_frac")
 
@@ -135,7 +137,9 @@ class PPO(_NamedLoss):
     """
 
     clip_low: float = 0.2
+    """A ratio below 1 - clip_low gives no gradient that lowers it further."""
     clip_high: float = 0.2
+    """A ratio above 1 + clip_high gives no gradient that raises it further."""
     name: ClassVar[str] = "ppo"
     diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl", "clipped_frac")
 
@@ -158,8 +162,11 @@ class DecoupledPPO(_NamedLoss):
     """
 
     clip_low: float = 0.2
+    """A ratio below 1 - clip_low gives no gradient that lowers it further."""
     clip_high: float = 0.2
+    """A ratio above 1 + clip_high gives no gradient that raises it further."""
     max_importance_weight: float = 5.0
+    """Cap of the weight that corrects for the age of a token."""
     name: ClassVar[str] = "decoupled_ppo"
     needs_proximal: ClassVar[bool] = True
     diagnostics: ClassVar[tuple[str, ...]] = (
@@ -214,13 +221,18 @@ class PolicyGradient(_NamedLoss):
         return _output(-inputs.advantages * inputs.logprobs, inputs)
 
 
+def loss_kinds() -> dict[str, type[CISPO | PPO | DecoupledPPO | ImportanceSampling | PolicyGradient]]:
+    """The losses that can be asked for by name."""
+    return {kind.name: kind for kind in (CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient)}
+
+
 def loss_from(loss: str | Loss, **options: float) -> Loss:
     """A loss by name with its ``options``, or the object itself; ``ConfigError`` for an unknown name or option."""
     if not isinstance(loss, str):
         if options:
             raise ConfigError(f"loss options {sorted(options)} go into the loss object {loss!r}")
         return loss
-    kinds = {kind.name: kind for kind in _NamedLoss.__subclasses__()}
+    kinds = loss_kinds()
     if loss not in kinds:
         raise ConfigError.for_unknown_key(loss, kinds, where="loss")
     kind = kinds[loss]

@@ -49,7 +49,11 @@ class Cosine:
 
 
 def cosine(*, warmup: int = 0, floor: float = 0.0) -> Cosine:
-    """The cosine schedule for ``Adam(schedule=..)``."""
+    """The cosine schedule for ``Adam(schedule=..)``.
+
+    ``warmup``: steps in which the learning rate rises from near 0 to ``lr``.
+    ``floor``: the least learning rate that the cosine goes down to, as a part of ``lr``.
+    """
     return Cosine(warmup=warmup, floor=floor)
 
 
@@ -58,11 +62,16 @@ class Adam:
     """Adam with decoupled weight decay (arXiv 1711.05101)."""
 
     lr: float
+    """Learning rate: 1e-6 to 1e-5 is usual for all weights, ten times as much for an adapter."""
     beta1: float = 0.9
+    """How much of the mean gradient is kept from step to step; the usual value."""
     beta2: float = 0.95
-    """Shorter memory than the usual 0.999: rewards, and with them gradients, change quickly."""
+    """How much of the mean squared gradient is kept. Shorter memory than the usual 0.999: rewards, and with them
+    gradients, change quickly."""
     eps: float = 1e-8
+    """Added to the divisor, so that a gradient of zero divides nothing by zero; the usual value."""
     weight_decay: float = 0.0
+    """Part of each weight, times the learning rate, that a step takes away; 0: few steps of RL need none."""
     grad_clip_norm: float | None = None
     """Largest norm of the whole gradient; None does not clip."""
     schedule: LearningRateSchedule | None = None
@@ -112,7 +121,9 @@ class LoraConfig:
     """
 
     r: int = 16
+    """Rank: how many directions each layer can be changed in. Servers must be started for at least this rank."""
     alpha: float = 32
+    """The adapter's output is scaled by alpha / r; with twice the rank that is 2."""
     target_modules: str | tuple[str, ...] = "all-linear"
 
     def __post_init__(self) -> None:

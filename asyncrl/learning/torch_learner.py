@@ -32,11 +32,14 @@ class TorchLearner:
     """Trains the transformers model ``model``, a LoRA adapter of it or all weights.
 
     ``model``: a folder, or a name of the Hugging Face hub that is in the local cache (see ``find_model``).
+    ``lora``: the low-rank adapter that is trained, while the model's own weights stay as they are; None trains all
+    weights.
     ``adapter``: folder of the LoRA adapter to start from, in PEFT's format. ``lora`` may be left out then.
     ``dtype``: of parameters and compute; on a CPU bfloat16 is several times slower than float32. The
     optimizer works in float32 with either.
-    ``device``: "auto" is the GPU if there is one.
-    ``threads``: of torch on the CPU; None leaves torch's choice, which is too many if a sampler shares the machine.
+    ``device``: what computes, as torch calls it, such as "cuda:1"; "auto" is the GPU if there is one, else the CPU.
+    ``threads``: threads of torch on the CPU; None leaves torch's choice, which is too many if a sampler shares the
+    machine.
     ``micro_batch_tokens``: tokens of one forward pass, padding included; bounds memory, does not change the gradient.
     ``gradient_checkpointing``: compute activations twice to hold fewer.
     ``seed``: of the adapter's first values.

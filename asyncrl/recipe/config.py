@@ -100,6 +100,7 @@ class Servers:
     """
 
     backend: Literal["embedded", "sglang"] = "embedded"
+    """What samples: a small server of asyncrl in a process of its own, or SGLang."""
     urls: tuple[str, ...] = ()
     """Of SGLang servers that run, or one ``dns+http://name:port`` for all addresses of a name; without any, servers are
     started on this machine for the run."""
@@ -150,6 +151,19 @@ class RunFolder:
     directory: str = "runs"
     """Each run gets a new folder in it."""
     log: Literal["console", "json"] = "console"
+    """Lines on stderr: for people, or one JSON object each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Keys of several sections that only a recipe has: in Python one passes another object, or none."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Of the learning rate: the same in every step, or a warm-up and then half a cosine (``warmup``, ``floor``)."""
+    kind: Literal["group_centered", "batchwise"] = "group_centered"
+    """What a reward is compared with: the mean of its group (GRPO), or of the whole batch."""
+    enabled: bool = True
+    """Keep the run's state on disk, so that it can be stopped, killed and resumed."""
 
 
 _GIVEN = ("model", "lora", "dtype", "seed", "host", "port", "api_key", "admin_key", "max_loras_per_batch")
@@ -161,7 +175,7 @@ _RULES: Mapping[str, type] = {
     "completion": GroupCompletion,
     "truncation": Truncation,
 }
-_SCHEDULE = Key("constant", Literal["constant", "cosine"])
+_CHOICES = keys_of(Choices)
 _POLICY = keys_of(Policy, without=("directory", "name", "sampler_threads"))
 SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "model": (keys_of(ModelFolder), keys_of(TorchLearner, without=("model", "seed"))),
@@ -171,7 +185,7 @@ SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
         keys_of(AsyncTrainer.run, without=("self", "rows")),
         keys_of(AsyncTrainer, without=("optimizer", "completion", "truncation", "evaluator", "checkpointing")),
     ),
-    "optimizer": (keys_of(Adam, without=("schedule",)), keys_of(cosine), {"schedule": _SCHEDULE}),
+    "optimizer": (keys_of(Adam, without=("schedule",)), keys_of(cosine), {"schedule": _CHOICES["schedule"]}),
     "sampler": (
         keys_of(Servers),
         keys_of(SGLang, without=("urls", "api_key", "admin_key", "vocab_size", "seed")),
@@ -181,9 +195,9 @@ SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "rollout": (keys_of(RolloutEngine, without=("budget", "schedule", "failures")),),
     **{name: (keys_of(kind),) for name, kind in _RULES.items()},
     "loss": (),
-    "advantage": (keys_of(GroupCentered), keys_of(Batchwise)),
+    "advantage": ({"kind": _CHOICES["kind"]}, keys_of(GroupCentered), keys_of(Batchwise)),
     "evaluation": (keys_of(Evaluator, without=("rows",)),),
-    "checkpoint": ({"enabled": Key(True, bool)}, keys_of(Checkpointing, without=("run_dir", "on_signal"))),
+    "checkpoint": ({"enabled": _CHOICES["enabled"]}, keys_of(Checkpointing, without=("run_dir", "on_signal"))),
     "run": (keys_of(RunFolder), keys_of(KeptRollouts)),
 }
 """The keys of each section, apart by what they are for. Others of ``[env]``, ``[data]`` and ``[loss]`` are keywords of

@@ -76,13 +76,15 @@ class Key(NamedTuple):
     """What may stand at a key of a table: values of the type ``plain``, or tables whose keys are those of ``table``.
 
     ``default``: ``inspect.Parameter.empty`` if the key is required. ``off``: "off" stands for None, which TOML cannot
-    say.
+    say. ``owner`` calls it ``name`` and has its documentation.
     """
 
     default: Any
     plain: Any
     table: type | None = None
     off: bool = False
+    owner: Callable[..., object] | None = None
+    name: str = ""
 
 
 def keys_of(function: Callable[..., object], *, without: Collection[str] = ()) -> dict[str, Key]:
@@ -102,7 +104,7 @@ def keys_of(function: Callable[..., object], *, without: Collection[str] = ()) -
         if plain or table:
             off = NoneType in kinds and default not in (None, inspect.Parameter.empty)
             said = [*plain, Literal[_OFF]] if off else plain
-            keys[name] = Key(default, reduce(operator.or_, said) if said else None, table, off)
+            keys[name] = Key(default, reduce(operator.or_, said) if said else None, table, off, function, name)
     return keys
 
 

@@ -153,6 +153,11 @@ class RolloutEngine:
     ``env``: an ``Env`` instance that all trajectories share, or a class or zero-argument factory for one each.
     ``sampling_policy``: ``trajectory`` keeps the version that a trajectory started with, ``segment`` uses the newest
     published version for each request, as far as ``kv_cache`` lets it.
+    ``kv_cache``: how old a conversation's cached prefix may be under newer weights, with ``segment`` only.
+    ``temperature``: of sampling; 1 samples from the model as it is, which is what losses assume.
+    ``top_p``: sample among the likeliest tokens that have this probability together; 1 is all, as losses assume.
+    ``top_k``: sample among this many of the likeliest tokens; -1 is all of them, as losses assume.
+    ``seed``: of everything that is drawn; the same seed draws the same for the same row.
     ``renderer``: ``chat`` (the tokenizer's chat template), ``text`` (contents as they are), ``auto`` (chat if there
     is a template) or your own.
     ``template_options``: variables of the chat template, such as ``enable_thinking``.
@@ -160,8 +165,9 @@ class RolloutEngine:
     "text", or "none" beside the environment's own messages.
     ``stop``: strings that end a turn, beside the renderer's own terminators.
     ``failures``: how often what fails is tried again, and how many failures end the run.
-    ``environment_timeout``: seconds for each call into the environment. ``trajectory_timeout``: for a whole trajectory,
-    from its reset to its reward; what takes longer fails and is tried again. None: no bound.
+    ``environment_timeout``: seconds for each call into the environment; what takes longer fails and is tried again.
+    ``trajectory_timeout``: seconds for a whole trajectory, from its reset to its reward; what takes longer fails and is
+    tried again. None: no bound.
     """
 
     def __init__(  # noqa: PLR0913  the options of rollouts; each is one sentence above

@@ -32,9 +32,9 @@ class Timeouts:
     """
 
     outage_s: float = 120.0
-    """For some server to come back, when none takes requests."""
+    """Seconds for some server to come back, when none takes requests."""
     publication_s: float = LONG_S
-    """For one server to take a version, or to give up an adapter."""
+    """Seconds for one server to take a version, or to give up an adapter."""
 
 
 class ServerFleet(Protocol):

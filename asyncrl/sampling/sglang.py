@@ -43,6 +43,7 @@ class SGLang(Fleet):
     ``vocab_size``: if given, ids outside of it are refused here; some servers do not survive them.
     ``allow_version``: take servers of versions that are not known to work.
     ``seed``: for the jitter of back-offs.
+    ``timeouts``: how many seconds servers are waited for.
 
     What happens to servers is reported as ``Notice`` in ``events``.
     """

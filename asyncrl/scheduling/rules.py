@@ -116,6 +116,7 @@ class GroupCompletion:
     """
 
     mode: Literal["wait", "deadline"] = "wait"
+    """``wait``: for all members. ``deadline``: the slowest may sample only so much once ``min_members`` are done."""
     min_members: int = 2
     """Members with a reward that a group needs for a baseline of its own, and for the quorum of a deadline."""
     max_straggler_tokens: int | None = None
@@ -154,7 +155,10 @@ class Truncation:
     """
 
     train: TruncationPolicy = "zero_reward"
+    """For every cause: ``zero_reward`` trains it with reward 0, ``reward`` with what ``on_truncated`` returns;
+    ``drop`` only compares others with it, ``drop_and_exclude_from_baseline`` does neither."""
     by_cause: Mapping[str, TruncationPolicy] = field(default_factory=dict)
+    """The same for single causes, which are the names of the metrics ``truncated/<cause>``."""
 
     def __post_init__(self) -> None:
         require_choice("truncation.train", self.train, TruncationPolicy)
@@ -185,8 +189,12 @@ class KVCache:
     """
 
     max_staleness: int = 0
+    """Versions that the cached prefix may be older than the weights that sample; 0 never reuses older KV."""
     on_limit: Literal["hold", "refill"] = "hold"
+    """Beyond that: ``hold`` stays with the older weights, ``refill`` computes the prefix again (needs
+    ``allow_reprefill``)."""
     allow_reprefill: bool = False
+    """Acknowledge that refilling costs the prefix's tokens once more."""
 
     def __post_init__(self) -> None:
         require_count("kv_cache.max_staleness", self.max_staleness, least=0)
@@ -198,6 +206,7 @@ class ForwardBackwardBatch:
     """Send finished groups to forward-backward early, when either threshold is reached (synchronous runs only)."""
 
     min_sequences: int = 64
+    """Trajectories that are worth a pass of their own."""
     min_tokens: int = 131_072
     """Full input tokens, prompts included."""
 

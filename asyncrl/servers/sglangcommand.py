@@ -52,19 +52,21 @@ class SGLangOptions:
     max_loras_per_batch: int = 8
     """Adapters that running requests use at once: the versions in flight."""
     max_loaded_loras: int | None = None
-    """None: without a limit; the publisher unloads what nobody uses."""
+    """Adapters that are in a server's memory. None: without a limit; the publisher unloads what nobody uses."""
     lora_backend: str | None = None
+    """SGLang's implementation of adapters, such as ``triton``."""
     dtype: str | None = None
     """None: float32 on a CPU, the model's own on a GPU."""
     context_length: int | None = None
+    """Longest conversation in tokens, with its answer. None: what the model was made for."""
     max_running_requests: int | None = None
-    """None: 64 on a CPU."""
+    """Requests that a server answers at once; further ones queue. None: 64 on a CPU."""
     max_total_tokens: int | None = None
     """Tokens in the KV memory. None: 32,768 on a CPU."""
     memory_fraction: float | None = None
-    """Of a GPU's memory, for weights and KV."""
+    """Part of a GPU's memory, between 0 and 1, for weights and KV."""
     threads: int = 1
-    """Of torch, on a CPU."""
+    """Threads of torch, on a CPU."""
     host: str = "127.0.0.1"
     """Anything but loopback needs ``api_key``."""
     port: int = 0
@@ -78,7 +80,8 @@ class SGLangOptions:
     allow_version: bool = False
     """Take a version of SGLang that is not known to work."""
     start_timeout_s: float = 600.0
-    """Seconds. Half a minute is usual on a CPU, minutes for a large model or a cold disk."""
+    """Seconds that a server may take to start. Half a minute is usual on a CPU, minutes for a large
+    model or a cold disk."""
 
     def __post_init__(self) -> None:
         if self.host not in _LOOPBACK and not self.api_key:

@@ -36,10 +36,11 @@ class Evaluator:
 
     rows: Sequence[Row]
     every: int = 0
+    """Steps between two evaluations; 0: only before the first step and after the last one."""
     group_size: int = 2
     """Trajectories of each row."""
     temperature: float | None = None
-    """None: the engine's. 0 is greedy."""
+    """Of sampling. None: the one that is trained with. 0 is greedy: always the likeliest token."""
     pass_reward: float = 1.0
     """A trajectory passes, for pass@k, if its reward is at least this."""
 

@@ -109,7 +109,7 @@ class Chat(rl.Env):
 class Life:
     """One process of a run: from its start, or where the one before was killed, to its end or its own."""
 
-    def __init__(self, plan: Plan, directory: Path | None, *, steps: int | None = None) -> None:
+    def __init__(self, plan: Plan, directory: Path | None, *, steps: int | None = None, env: type[Chat] = Chat) -> None:
         self.plan = plan
         self.directory = directory
         self.planned = plan.steps if steps is None else steps
@@ -124,7 +124,7 @@ class Life:
         self.bus = bus
         self.engine = rl.RolloutEngine(
             scripted_policy(sampler=self.sampler, learner=self.learner, publisher=self.publisher),
-            env=lambda: Chat(self),
+            env=lambda: env(self),
             renderer=NumberRenderer(),
             schedule=rl.Schedule(concurrency=plan.concurrency),
             **plan.engine,

@@ -1,0 +1,51 @@
+"""``asyncrl recipe``: every key of a recipe, and every metric, with what it means."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+
+from asyncrl.cli.common import Commands
+
+__all__ = ["add"]
+
+_WIDEST = 120
+
+
+class _Parser:
+    """The help of the command, which ends with the whole reference: made when it is asked for, as it takes a moment."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._usage = parser.format_help
+
+    def format_help(self) -> str:
+        """The usage, and all keys."""
+        from asyncrl.recipe.referencepages import key_page
+
+        return f"{self._usage()}\n{key_page('', width=_width())}\n"
+
+
+def add(commands: Commands) -> None:
+    """Declare the command and its flags."""
+    text = "print every key of a recipe with its type, its default and what it does; or every metric"
+    recipe = commands.add("recipe", _print, text, epilog="")
+    recipe.add_argument("part", nargs="?", default="", help="a section, a key, or with --metrics the begin of a name")
+    what = recipe.add_mutually_exclusive_group()
+    what.add_argument("--metrics", action="store_true", help="the metrics of steps and evaluations instead")
+    what.add_argument("--markdown", action="store_true", help="everything, as the file REFERENCE.md")
+    recipe.format_help = _Parser(recipe).format_help  # type: ignore[method-assign]  # argparse asks for it by --help
+
+
+def _print(arguments: argparse.Namespace) -> None:
+    from asyncrl.recipe.referencepages import key_page, markdown, metric_page
+
+    if arguments.markdown:
+        print(markdown(), end="")
+    elif arguments.metrics:
+        print(metric_page(arguments.part, width=_width()))
+    else:
+        print(key_page(arguments.part, width=_width()))
+
+
+def _width() -> int:
+    return min(_WIDEST, shutil.get_terminal_size().columns)
