@@ -2,7 +2,8 @@
 
 ``BatchMetrics`` looks at the groups of the batch. ``MetricsRecorder`` sums events between two steps; work for later
 batches counts too, because it is what the machines did in that time. Every key is in every step, zero if nothing
-happened; ``rollout/<key>`` follows the environment, and stays once it was there. Left out, because only their owners
+happened; ``rollout/<key>`` follows the environment, and stays once it was there: a sum over the members, with the sum
+for each member of the batch beside it (``rollout/<key>_mean``). Left out, because only their owners
 know them: what the learner reports (``loss/*``, ``optimizer/*``) and how a step was assembled and timed (``train/*``).
 """
 
@@ -31,7 +32,7 @@ from asyncrl.events import (
 from asyncrl.plain import metric, numbers
 from asyncrl.types import BarrierWait, DropReason, Group, Trajectory, TruncationCause
 
-__all__ = ["COUNTED", "BatchMetrics", "MetricsRecorder", "percentile"]
+__all__ = ["COUNTED", "BatchMetrics", "MetricsRecorder", "percentile", "rollout_metrics"]
 
 _SUMMED = (
     "publication/seconds",
@@ -223,8 +224,7 @@ class BatchMetrics:
             "length/generated_p50": percentile(Counter(self._lengths), 50),
             "length/generated_p99": percentile(Counter(self._lengths), 99),
             **{f"truncated/{cause}": _ratio(self._truncated[cause], members) for cause in TruncationCause},
-            # A sum of finite numbers may be infinite, and then it is no number any more.
-            **{f"rollout/{key}": metric(value) for key, value in self._environment.items()},
+            **rollout_metrics(self._environment, members),
             "groups/mean_wait_seconds": _ratio(sum(self._group_seconds), groups),
             "groups/deadline_frac": _ratio(self._closed, groups),
             "groups/failed_members": float(self._failed),
@@ -242,6 +242,16 @@ class BatchMetrics:
             "staleness/age_tokens/older": float(older),
             "staleness/frac_masked": _ratio(self._masked_tokens, self._masked_tokens + tokens.total()),
         }
+
+
+def rollout_metrics(sums: Mapping[str, float], members: int) -> dict[str, float]:
+    """``rollout/<key>``, what environments and tools reported as a sum over ``members``, and the mean beside it.
+
+    A member that did not report a key counts as 0. Sums win if an environment has a key that ends with ``_mean`` too.
+    """
+    means = {f"rollout/{key}_mean": _ratio(value, members) for key, value in sums.items()}
+    # A sum of finite numbers may be infinite, and then it is no number any more.
+    return {key: metric(value) for key, value in (means | {f"rollout/{key}": sums[key] for key in sums}).items()}
 
 
 def _ratio(part: float, whole: float) -> float:

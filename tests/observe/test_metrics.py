@@ -199,7 +199,22 @@ def test_environment_numbers_are_summed() -> None:
     second.add_metric("tool_calls", 3)
     metrics = _metrics([_group(first, second)], version=0, max_staleness=0, tools=("search",))
     assert metrics["rollout/tool_calls"] == 5.0
+    assert metrics["rollout/tool_calls_mean"] == 2.5
     assert metrics["rollout/tool_calls/search"] == 0.0
+
+
+@given(values=st.lists(st.none() | st.floats(), min_size=1, max_size=6))
+def test_a_mean_is_the_sum_for_each_member_of_the_batch(values: list[float | None]) -> None:
+    """Whoever did not report the key counts as 0; what is not finite makes both no number."""
+    members = [_trajectory(1.0) for _ in values]
+    for member, value in zip(members, values, strict=True):
+        if value is not None:
+            member.metrics["won"] = value
+    metrics = _metrics([_group(*members)], version=0, max_staleness=0)
+    if all(value is None for value in values):
+        assert "rollout/won" not in metrics
+        return
+    assert metrics["rollout/won_mean"] == pytest.approx(metrics["rollout/won"] / len(values), nan_ok=True)
 
 
 def test_an_interval_sums_what_happened_in_it() -> None:

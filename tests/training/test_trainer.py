@@ -524,7 +524,7 @@ def test_a_metric_of_the_environment_stays_once_it_was_there() -> None:
     first, *others = [set(step.metrics) for step in case.steps]
     assert {step.metrics["train/updated"] for step in case.steps} == {0, 1}
     assert others[0] == first
-    assert all(keys == first | {"rollout/surprise"} for keys in others[1:])
+    assert all(keys == first | {"rollout/surprise", "rollout/surprise_mean"} for keys in others[1:])
 
 
 @pytest.mark.parametrize(
