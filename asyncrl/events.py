@@ -41,6 +41,7 @@ __all__ = [
     "StepFinished",
     "ToolCalled",
     "ToolFailed",
+    "Underway",
     "VersionCommitted",
     "VersionPublished",
 ]
@@ -327,6 +328,17 @@ class Notice(Event):
     name: str
     level: str = "info"
     keys: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Underway(Event):
+    """The run has begun something that is no step, may take long, and has nothing else to tell."""
+
+    what: str
+    """In words: ``loading the model``."""
+    done: int = 0
+    total: int = 0
+    """Of things that are counted, else 0."""
 
 
 Observer: TypeAlias = Callable[[Event], None]

@@ -36,7 +36,7 @@ def reporting(
         if style == "console":
             stream = stack.enter_context(show_progress(events, steps=steps, stream=stream))
         log = open_log(stream, style=style, debug=debug, secrets=secrets)
-        lines = LogLines(log)
+        lines = LogLines(log, steps=steps)
         stack.callback(lines.end)
         stack.callback(events.subscribe(lines.observe))
         yield

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -21,8 +23,10 @@ from asyncrl.events import (
     Event,
     Notice,
     StepFinished,
+    Underway,
     VersionPublished,
 )
+from asyncrl.observe.hints import HINTS
 from asyncrl.observe.repeats import Repeats
 
 __all__ = ["LogLines", "LogStyle", "open_log"]
@@ -31,12 +35,19 @@ LogStyle = Literal["console", "json"]
 
 _STEP_KEYS = {
     "reward": "reward/mean",
-    "loss": "loss/loss",
-    "max_age": "staleness/span_age_max",
-    "wait_seconds": "staleness/wait_seconds",
-    "tokens_per_second": "sampling/generated_tokens_per_second",
+    "age": "staleness/span_age_max",
     "seconds": "sampling/interval_seconds",
 }
+_MORE_STEP_KEYS = {
+    "loss": "loss/loss",
+    "wait_seconds": "staleness/wait_seconds",
+    "tokens_per_second": "sampling/generated_tokens_per_second",
+}
+# Behind what is said of the whole run.
+_LATELY = 16
+# Steps that the time left is worked out from.
+_PATIENCE_S = 5.0
+# Between two lines about the same that is under way.
 
 
 def open_log(
@@ -47,7 +58,7 @@ def open_log(
         output: list[Any] = [structlog.processors.TimeStamper(fmt="iso"), structlog.processors.JSONRenderer()]
     else:
         clock = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
-        output = [clock, structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=20)]
+        output = [clock, structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=20, sort_keys=False)]
     logger: FilteringBoundLogger = structlog.wrap_logger(
         structlog.PrintLogger(stream),
         processors=[structlog.processors.add_log_level, _Redaction(secrets), *output],
@@ -57,11 +68,20 @@ def open_log(
 
 
 class LogLines:
-    """Writes the events that a person follows to ``logger``; subscribe ``observe``."""
+    """Writes the events that a person follows to ``logger``; subscribe ``observe``.
 
-    def __init__(self, logger: FilteringBoundLogger) -> None:
+    ``steps`` of the whole run; 0: nobody knows, or there are none.
+    """
+
+    def __init__(self, logger: FilteringBoundLogger, *, steps: int = 0) -> None:
         self._logger = logger
         self._repeats = Repeats(lambda name, keys: logger.warning(name, **keys))
+        self._steps = steps
+        self._step_seconds: deque[float] = deque(maxlen=_LATELY)
+        self._hinted: set[str] = set()
+        # Notices whose hint was shown.
+        self._underway = Underway(time=0.0, what="")
+        # The last one that has a line.
 
     def end(self) -> None:
         """Write what has not been told: how many failures were like earlier ones."""
@@ -72,7 +92,9 @@ class LogLines:
         self._repeats.observe(event)
         match event:
             case StepFinished():
-                self._logger.info("step_finished", n=event.n, model_step=event.model_step, **_step_keys(event))
+                self._logger.info("step_finished", **self._step(event))
+            case Underway():
+                self._say_what_is_under_way(event)
             case VersionPublished():
                 self._logger.debug(
                     "version_published",
@@ -87,16 +109,54 @@ class LogLines:
                 wait = dataclasses.asdict(event.wait) | {"seconds": _short(event.wait.seconds)}
                 self._logger.debug("barrier_opened", **wait)
             case Notice():
-                self._logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.keys)
+                self._logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **self._notice(event))
+
+    def _step(self, event: StepFinished) -> dict[str, object]:
+        """The step's keys, in the order in which a person reads them."""
+        if "sampling/interval_seconds" in event.metrics:
+            self._step_seconds.append(event.metrics["sampling/interval_seconds"])
+        keys: dict[str, object] = {"step": f"{event.n}/{self._steps}" if self._steps else event.n}
+        keys |= _chosen(_STEP_KEYS, event.metrics)
+        if self._steps > event.n and self._step_seconds:
+            keys["left"] = _duration((self._steps - event.n) * statistics.fmean(self._step_seconds))
+        keys["version"] = event.model_step
+        if event.n != event.model_step:
+            # Steps count batches, versions count updates: these batches had nothing to learn from.
+            keys["steps_without_gradient"] = event.n - event.model_step
+        return keys | _chosen(_MORE_STEP_KEYS, event.metrics)
+
+    def _notice(self, event: Notice) -> Mapping[str, object]:
+        if event.name not in HINTS or event.name in self._hinted:
+            return event.keys
+        self._hinted.add(event.name)
+        return {**event.keys, "hint": HINTS[event.name]}
+
+    def _say_what_is_under_way(self, event: Underway) -> None:
+        last = self._underway
+        if event.what == last.what and event.time < last.time + _PATIENCE_S and event.done < event.total:
+            return
+        self._underway = event
+        done = {"done": f"{event.done}/{event.total}"} if event.total else {}
+        self._logger.info("under_way", what=event.what, **done)
 
 
-def _step_keys(event: StepFinished) -> dict[str, float]:
-    return {name: _short(event.metrics[key]) for name, key in _STEP_KEYS.items() if key in event.metrics}
+def _chosen(keys: Mapping[str, str], metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: _short(metrics[key]) for name, key in keys.items() if key in metrics}
 
 
 def _short(value: float) -> float:
-    """Four significant digits: the files have them all."""
-    return float(f"{value:.4g}")
+    """Four significant digits, and no point behind a whole number: the files have them all."""
+    short = float(f"{value:.4g}")
+    return int(short) if short.is_integer() else short
+
+
+def _duration(seconds: float) -> str:
+    """In the two largest units: 3m20s."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{left:02}s" if minutes else f"{left}s"
 
 
 class _Redaction:

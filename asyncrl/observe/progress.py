@@ -22,6 +22,7 @@ from asyncrl.events import (
     GroupRerolled,
     SegmentSampled,
     StepFinished,
+    Underway,
     VersionPublished,
 )
 
@@ -36,6 +37,8 @@ class ProgressState:
         self._born: set[int] = set()
         self._tokens = 0
         self._words = "starting"
+        self._published = False
+        # Any version: the run samples from then on.
 
     @property
     def running(self) -> int:
@@ -59,7 +62,10 @@ class ProgressState:
                 self._words = f"reward {reward:.3f}  age {age:.0f}"
             case EvaluationFinished():
                 self._words = f"held-out reward {event.metrics.get('reward_mean', 0.0):.3f}"
-            case VersionPublished(version=0):
+            case Underway():
+                self._words = f"{event.what}  {event.done}/{event.total}" if event.total else event.what
+            case VersionPublished() if not self._published:
+                self._published = True
                 self._words = "sampling"
 
     def text(self) -> str:

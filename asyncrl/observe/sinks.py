@@ -1,9 +1,10 @@
 """The files of a run that other programs read: ``events.jsonl`` and ``metrics.jsonl``.
 
-Each event is one line ``{"event": "step_finished", ..}``; each trainer step is also one line of metrics. Encoding and
-writing happen in a worker thread. The event loop only hands events over, through a bounded stream: if the disk cannot
-keep up, the events beyond the bound are counted and their number is written, and the run is not slowed down. Reading
-the files back is left to their readers.
+Each event is one line ``{"event": "step_finished", ..}``; each trainer step is also one line of metrics. ``time`` is
+the event loop's, in seconds from anywhere; ``at`` is the same moment on the wall clock (ISO 8601, UTC), from one look
+at both clocks when the writer begins. Encoding and writing happen in a worker thread. The event loop only hands events
+over, through a bounded stream: if the disk cannot keep up, the events beyond the bound are counted and their number is
+written, and the run is not slowed down. Reading the files back is left to their readers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,14 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from asyncrl.events import EvaluationFinished, Event, Events, Notice, StepFinished
 from asyncrl.files import reading
+from asyncrl.observe.hints import HINTS
 
 __all__ = ["EventFiles", "encode_event", "event_name", "last_logged_step", "read_results", "write_events"]
 
 _PENDING_EVENTS = 65_536
 # About a minute of a run with a thousand requests a second: a disk that is slower than that is not coming back.
 _BLOCK_BYTES = 65_536
-_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z
 
 
 def event_name(event: Event) -> str:
@@ -38,10 +43,16 @@ def event_name(event: Event) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
 
 
-def encode_event(event: Event) -> bytes:
-    """One line of JSON. Numbers that JSON does not have (NaN, infinities) become null, unknown objects their text."""
-    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
-    return orjson.dumps({"event": event_name(event), **fields}, default=str, option=_OPTIONS)
+def encode_event(event: Event, *, epoch: float = 0.0) -> bytes:
+    """One line of JSON. Numbers that JSON does not have (NaN, infinities) become null, unknown objects their text.
+
+    A notice gets its hint. ``epoch``: seconds since 1970 when the loop's time was 0.
+    """
+    line: dict[str, object] = {"event": event_name(event), "at": _wall_clock(event, epoch)}
+    line |= {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    if isinstance(event, Notice) and event.name in HINTS:
+        line["hint"] = HINTS[event.name]
+    return orjson.dumps(line, default=str, option=_OPTIONS)
 
 
 class EventFiles:
@@ -69,8 +80,9 @@ async def write_events(directory: Path, events: Events) -> AsyncGenerator[EventF
     await anyio.to_thread.run_sync(_mend, directory)
     send, receive = anyio.create_memory_object_stream[Event](_PENDING_EVENTS)
     files = EventFiles(send)
+    append = partial(_append, directory=directory, epoch=time.time() - anyio.current_time())
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_write, receive, files, directory)
+        tasks.start_soon(_write, receive, files, append)
         unsubscribe = events.subscribe(files.observe)
         try:
             yield files
@@ -79,17 +91,19 @@ async def write_events(directory: Path, events: Events) -> AsyncGenerator[EventF
             send.close()
 
 
-async def _write(receive: MemoryObjectReceiveStream[Event], files: EventFiles, directory: Path) -> None:
+async def _write(
+    receive: MemoryObjectReceiveStream[Event], files: EventFiles, append: Callable[[Sequence[Event]], None]
+) -> None:
     # Shielded: a cancelled run ends by closing the stream, and its last events are the ones that explain it.
     with anyio.CancelScope(shield=True), receive:
         async for event in receive:
             pending = [event]
             while receive.statistics().current_buffer_used:
                 pending.append(receive.receive_nowait())
-            await anyio.to_thread.run_sync(_append, pending, directory)
+            await anyio.to_thread.run_sync(append, pending)
         if files.lost:
             notice = Notice(time=anyio.current_time(), name="events_lost", level="warning", keys={"count": files.lost})
-            await anyio.to_thread.run_sync(_append, [notice], directory)
+            await anyio.to_thread.run_sync(append, [notice])
 
 
 def read_results(directory: Path) -> Iterator[Event]:
@@ -116,6 +130,8 @@ def last_logged_step(directory: Path) -> tuple[Path, int] | None:
     return None
 
 
+_NO_METRICS = ("n", "model_step", "time", "at")
+# Of a line of ``metrics.jsonl``.
 _RESULTS = (("metrics.jsonl", b""), ("events.jsonl", b'"event":"evaluation_finished"'))
 
 
@@ -138,7 +154,7 @@ def _number(line: bytes) -> int | None:
 
 
 def _step(value: Mapping[str, Any]) -> StepFinished:
-    metrics = _numbers({key: number for key, number in value.items() if key not in ("n", "model_step", "time")})
+    metrics = _numbers({key: number for key, number in value.items() if key not in _NO_METRICS})
     return StepFinished(time=value["time"], n=value["n"], model_step=value["model_step"], metrics=metrics)
 
 
@@ -170,15 +186,20 @@ def _mend(directory: Path) -> None:
             file.truncate(end)
 
 
-def _append(pending: Sequence[Event], directory: Path) -> None:
+def _append(pending: Sequence[Event], *, directory: Path, epoch: float) -> None:
     with (directory / "events.jsonl").open("ab") as file:
-        file.write(b"".join(map(encode_event, pending)))
+        file.write(b"".join(encode_event(event, epoch=epoch) for event in pending))
     steps = [event for event in pending if isinstance(event, StepFinished)]
     if steps:
         with (directory / "metrics.jsonl").open("ab") as file:
-            file.write(b"".join(map(_encode_metrics, steps)))
+            file.write(b"".join(_encode_metrics(step, epoch) for step in steps))
 
 
-def _encode_metrics(step: StepFinished) -> bytes:
-    line = {"n": step.n, "model_step": step.model_step, "time": step.time, **step.metrics}
+def _encode_metrics(step: StepFinished, epoch: float) -> bytes:
+    times = {"time": step.time, "at": _wall_clock(step, epoch)}
+    line = {"n": step.n, "model_step": step.model_step, **times, **step.metrics}
     return orjson.dumps(line, default=str, option=_OPTIONS)
+
+
+def _wall_clock(event: Event, epoch: float) -> datetime:
+    return datetime.fromtimestamp(epoch + event.time, UTC)

@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from asyncrl.concurrency.endings import FirstErrorStack
 from asyncrl.errors import ConfigError, require_count
-from asyncrl.events import Events
+from asyncrl.events import Events, Underway
 from asyncrl.learning.base import Learner, model_vocab_size
 from asyncrl.publishing.base import BUCKET_BYTES, Publisher
 from asyncrl.publishing.full import check_pause_mode
@@ -45,9 +45,10 @@ class Policy:
     ``directory``: where published versions are written, readable by the servers; the newest is left there as the
     result. None is a temporary folder. With another ``publication`` than "disk" it gets the result only.
     ``publication``: how versions reach the servers. "tensors" and "distributed" need no common file system.
-    ``bucket_bytes``: of one piece of the weights with these methods.
+    ``bucket_bytes``: bytes of one piece of the weights with these methods: memory that an update needs on both sides.
     ``name``: how the names of adapters begin on the servers. What tells runs apart comes after it.
-    ``pause_mode``: what an update of all weights does to requests under way.
+    ``pause_mode``: what an update of all weights does to requests under way: "retract" computes them again later,
+    "in_place" freezes them, "abort" ends them with what they have.
     ``probe_tolerance``: largest difference between the servers' and the learner's log-probabilities of the probe tokens
     after a publication; the default is for float32 on both sides.
     ``publisher``: None publishes LoRA adapters if the learner trains one, else full weights; these on two or more
@@ -136,6 +137,8 @@ class Policy:
             servers = self._sampler.opened(vocab_size=vocab_size, events=events)
             if not self._sampler.starts_servers:
                 await stack.enter_async_context(servers)
+            what = "loading the model" + (" and starting servers" if self._sampler.starts_servers else "")
+            events.emit(Underway(time=anyio.current_time(), what=what))
             loaded = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.push_async_callback(self.learner.close)

@@ -13,7 +13,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.concurrency.endings import FirstError, FirstErrorStack
-from asyncrl.events import GroupBorn, Notice
+from asyncrl.events import GroupBorn, Notice, Underway
 from asyncrl.observe.lag import settled_heap
 from asyncrl.rollout.border import shared_parts
 from asyncrl.rollout.engine import EngineSession
@@ -79,7 +79,7 @@ class TrainingRun:
             self.events.emit(Notice(time=anyio.current_time(), name=name, level="warning", keys={"reason": reason}))
         async with FirstErrorStack() as end:
             self.observers.subscribe(end)
-            end.push_async_callback(self.saver.save_at_end, self.record.state)
+            end.push_async_callback(self._save_at_end)
             with settled_heap(), self.first_error.raised():
                 async with anyio.create_task_group() as tasks:
                     self.observers.start(tasks)
@@ -116,6 +116,7 @@ class TrainingRun:
         if evaluator is None or not evaluator.due(n, self.steps) or self.saver.evaluated >= n:
             return 0.0  # the last: by an earlier process
         started = anyio.current_time()
+        self.events.emit(Underway(time=started, what="measuring the held-out rows"))
         await self.clock.wait_published(self.clock.committed)
         await evaluator.evaluate(self.session, n=n)
         await self.saver.note_evaluated(n)
@@ -142,6 +143,10 @@ class TrainingRun:
         if error is not None:
             raise error
         self.observers.untrained.require_some()
+
+    async def _save_at_end(self) -> None:
+        failed = self.first_error.error is not None
+        await self.saver.save_at_end(self.record.state, None if failed else self.session.policy.learner)
 
     def interval_metrics(self) -> Mapping[str, float]:
         """What happened since the last call, and how things stand now."""

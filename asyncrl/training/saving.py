@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,14 +29,14 @@ from asyncrl.checkpoint.state import JournalEntry, RunState
 from asyncrl.concurrency.endings import FirstErrorStack, LazyCoroutine, keeping_first_error, note, noting_on
 from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
-from asyncrl.events import Event, MemberResumed, Notice
+from asyncrl.events import Event, MemberResumed, Notice, Underway
 from asyncrl.files import locked
 from asyncrl.learning.base import Learner, TrainingSequence
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import last_logged_step
 from asyncrl.publishing.policy import OpenPolicy
 from asyncrl.training.options import TrainingOptions
-from asyncrl.training.resume import find_versions
+from asyncrl.training.resume import ReplayCost, find_versions
 from asyncrl.types import Row
 
 __all__ = ["NothingSaved", "RunSaver", "Saver"]
@@ -81,6 +81,7 @@ class RunSaver:
         self._thread = anyio.CapacityLimiter(1)
         self._saved = (0, 0)
         # Step and version of the newest saved weights.
+        self._cost = ReplayCost()
 
     @property
     def state(self) -> RunState:
@@ -113,6 +114,7 @@ class RunSaver:
             await self._off_loop(self._read)
             stack.callback(self._files.close)
             stack.callback(self._events.subscribe(self._count_member, kinds=(MemberResumed,)))
+            stack.callback(self._events.subscribe(self._cost.observe, kinds=ReplayCost.KINDS))
             yield
 
     async def restore(self, policy: OpenPolicy) -> int:
@@ -157,6 +159,7 @@ class RunSaver:
                     f"{folder} is of step {n}, but state and journal beside it end with step {self.state.n}; put back "
                     "a copy of what is missing, or use another folder"
                 )
+            self._say("loading the saved weights")
             await learner.load_state(folder)
             self._saved = (n, version)
         elif learner.lora_rank is not None:
@@ -168,13 +171,16 @@ class RunSaver:
                 )
             await self._write_weights(learner, n=0, version=0)
         n, version = self._saved
+        started = anyio.current_time()
         for step in range(n + 1, self.state.n + 1):
+            self._say("replaying steps since the last saved weights", done=step - n, total=self.state.n - n)
             entry = await self._off_loop(partial(journal.read, step, run=run))
             if entry.version != version:
                 path = journal.path(step)
                 raise CheckpointError(f"{path} is a step of version {entry.version}, but the one before made {version}")
             await self._replay(entry, learner, loss)
             version = entry.version_after
+        self._cost.replayed(anyio.current_time() - started)
         if version != self.state.version:
             raise CheckpointError(
                 f"the parameters in {self._files.path} are of version {version}, but its state is of "
@@ -234,17 +240,29 @@ class RunSaver:
         """Save what is being sampled every now and then, in ``tasks``, until they are cancelled."""
         tasks.start_soon(LazyCoroutine, self._save_regularly, capture)
 
-    async def save_at_end(self, capture: Callable[[], RunState]) -> None:
-        """Save once more, however the run ends. It must not hide how: a save that fails is a notice."""
+    async def save_at_end(self, capture: Callable[[], RunState], learner: Learner | None) -> None:
+        """Save once more, however the run ends. It must not hide how: a save that fails is a notice.
+
+        The parameters of ``learner``, which are the committed ones, are saved too if repeating the updates since the
+        last save would take longer; None: they cannot be had any more.
+        """
+        ends = anyio.current_time() + _GRACE_S
+        state = capture()
+        await self._save_in_time("state_not_saved", partial(self._off_loop, self._save, state, abandon=True), ends)
+        if learner is not None and self._cost.is_larger:
+            write = partial(self.save_weights, learner, n=state.n, version=state.version, at_once=True)
+            await self._save_in_time("weights_not_saved", write, ends)
+
+    async def _save_in_time(self, notice: str, save: Callable[[], Awaitable[None]], ends: float) -> None:
         reason = f"it took longer than {_GRACE_S:g} s"
         try:
-            with anyio.move_on_after(_GRACE_S, shield=True):
-                await self._off_loop(self._save, capture(), abandon=True)
+            with anyio.CancelScope(shield=True, deadline=ends):
+                await save()
                 return
-        except OSError as error:
+        except (OSError, LearnerError) as error:
             reason = str(error)
         keys = {"directory": str(self._files.path), "reason": reason}
-        self._notice("state_not_saved", keys, level="error")
+        self._notice(notice, keys, level="error" if notice == "state_not_saved" else "warning")
 
     def metrics(self) -> Mapping[str, float]:
         """What was done again because the run was resumed, since this process began."""
@@ -257,14 +275,18 @@ class RunSaver:
     def _notice(self, name: str, keys: Mapping[str, object], *, level: str = "warning") -> None:
         self._events.emit(Notice(time=anyio.current_time(), name=name, level=level, keys=keys))
 
+    def _say(self, what: str, *, done: int = 0, total: int = 0) -> None:
+        self._events.emit(Underway(time=anyio.current_time(), what=what, done=done, total=total))
+
     def _say_that_it_stops(self, number: signal.Signals) -> None:
         self._notice("stopping", {"signal": number.name}, level="info")
 
     async def _write_weights(self, learner: Learner, *, n: int, version: int) -> None:
-        weights = self._files.weights
+        weights, started = self._files.weights, anyio.current_time()
         await learner.save_state(await self._off_loop(weights.draft, version))
         await self._off_loop(partial(weights.commit, n=n, version=version, run=self._files.run))
         self._saved = (n, version)
+        self._cost.written(anyio.current_time() - started)
 
     async def _save_regularly(self, capture: Callable[[], RunState]) -> None:
         while True:
@@ -332,7 +354,7 @@ class NothingSaved:
     def save_regularly(self, tasks: TaskGroup, capture: Callable[[], RunState]) -> None:
         """Does nothing."""
 
-    async def save_at_end(self, capture: Callable[[], RunState]) -> None:
+    async def save_at_end(self, capture: Callable[[], RunState], learner: Learner | None) -> None:
         """Does nothing."""
 
     async def note_evaluated(self, n: int) -> None:

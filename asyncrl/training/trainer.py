@@ -24,7 +24,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from asyncrl.concurrency.endings import LazyCoroutine, keeping_first_error
 from asyncrl.concurrency.iteration import Consumer, iterate
 from asyncrl.errors import ConfigError, require_count
-from asyncrl.events import GroupAdmitted
+from asyncrl.events import GroupAdmitted, Underway
 from asyncrl.rollout.border import checked_rows
 from asyncrl.rollout.worker import refuse_in_worker
 from asyncrl.training.options import TrainingOptions
@@ -98,14 +98,16 @@ class AsyncTrainer(TrainingOptions):
     """Trains the engine's policy. Raises ``ConfigError`` for what cannot run, with what to change.
 
     ``engine``: what samples: the policy, its environment and their budget.
-    ``groups_per_step``: groups of a batch; each batch with a gradient makes a version.
-    ``group_size``: trajectories of a group.
+    ``groups_per_step``: groups of a batch, which is what one step trains; each batch with a gradient makes a version.
+    ``group_size``: trajectories of a group, all of the same row; their rewards are compared with each other.
     ``optimizer``: the learner's, with its learning rate.
     ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.
     ``advantage``: from the rewards of groups to one number for each trajectory.
     ``completion``: when a group is complete: with all of its members, or at a deadline for the slowest.
     ``loss``: a loss object of ``asyncrl.learning.losses``, or its name, such as "cispo".
-    ``normalize``: what the sum over tokens is divided by: token, sequence, prompt, batch or sum.
+    ``normalize``: what the sum of the loss over tokens is divided by: "token" by all trained tokens, so that each token
+    counts the same; "sequence" or "prompt" make each trajectory or each group count the same; "batch" divides by the
+    trajectories, "sum" by nothing.
     ``stale_policy``: ``wait`` keeps the bound by a barrier on the commit. ``mask_span`` trains without waiting and
     masks spans older than the bound (``allow_trajectory_loss=True``); ``keep`` has no bound
     (``allow_unbounded_staleness=True``).
@@ -122,6 +124,8 @@ class AsyncTrainer(TrainingOptions):
 
     def run(self, rows: Sequence[Row], *, steps: int) -> AsyncGenerator[Step, None]:
         """Train for ``steps`` batches and yield a ``Step`` after each.
+
+        ``steps``: batches to train, counted from the run's beginning; each takes ``groups_per_step`` rows.
 
         Rows are used in order, again from the start when they end (``repeat_dataset``). If rows are dropped because
         their groups fail, others take their place; finite data then ends with smaller or fewer batches. Leaving the
@@ -148,7 +152,10 @@ class AsyncTrainer(TrainingOptions):
             ):
                 # How many servers there are may be seen only now; nothing is live on them yet.
                 self.require_versions(kept=session.policy.publisher.pins_versions)
-                await session.publish(await saver.restore(session.policy))
+                version = await saver.restore(session.policy)
+                what = f"bringing version {version} to the servers"
+                self.events.emit(Underway(time=anyio.current_time(), what=what))
+                await session.publish(version)
                 await _loops(TrainingRun(self, session, rows, steps, saver), consumer)
 
         return iterate(produce)

@@ -18,6 +18,7 @@ from asyncrl.events import (
     Notice,
     StepFinished,
     ToolFailed,
+    Underway,
     VersionPublished,
 )
 from asyncrl.observe.logs import LogLines, open_log
@@ -43,10 +44,11 @@ def test_a_step_is_a_line_with_the_numbers_that_matter() -> None:
     assert line == {
         "event": "step_finished",
         "level": "info",
-        "n": 3,
-        "model_step": 2,
+        "step": 3,
         "reward": 0.1235,
-        "max_age": 2.0,
+        "age": 2,
+        "version": 2,
+        "steps_without_gradient": 1,
     }
 
 
@@ -119,6 +121,40 @@ def test_every_failure_is_told_or_counted(kinds: list[str]) -> None:
         assert sum(line.get("more", 1) for line in own) == kinds.count(kind)
         assert len(own) <= 4 + kinds.count("step")
         assert all("more" in line for line in own[1:])
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(0.6, "10s"), (4.0, "1m08s"), (300.0, "1h25m")])
+def test_a_step_is_read_from_the_left(seconds: float, left: str) -> None:
+    """How far the run is, how good and how old its data are, how long a step takes, and how long the others will."""
+    stream = io.StringIO()
+    lines = LogLines(open_log(stream), steps=20)
+    metrics = {"sampling/interval_seconds": seconds, "loss/loss": 0.25, **STEP.metrics}
+    lines.observe(StepFinished(time=1.0, n=3, model_step=3, metrics=metrics))
+    keys = [word.split("=") for word in stream.getvalue().split() if "=" in word]
+    assert [name for name, _ in keys] == ["step", "reward", "age", "seconds", "left", "version", "loss"]
+    assert dict(keys)["step"] == "3/20"
+    assert dict(keys)["left"] == left
+
+
+def test_what_takes_long_is_told_when_it_begins_and_every_few_seconds() -> None:
+    """Another thing has its line at once; a count has one each five seconds, and its last one."""
+    events = [Underway(time=float(done), what="replaying steps", done=done, total=9) for done in range(1, 10)]
+    lines = _json_lines(Underway(time=0.0, what="loading the model"), *events)
+    assert [(line["event"], line["what"], line.get("done")) for line in lines] == [
+        ("under_way", "loading the model", None),
+        ("under_way", "replaying steps", "1/9"),
+        ("under_way", "replaying steps", "6/9"),
+        ("under_way", "replaying steps", "9/9"),
+    ]
+
+
+def test_a_notice_says_once_what_to_do() -> None:
+    """The hint stands at the first notice of a name; later ones have their keys only."""
+    held = Notice(time=0.0, name="loop_held", level="warning", keys={"function": "reward (env.py:3)"})
+    first, second = _json_lines(held, held)
+    assert "def" in first["hint"]
+    assert first["function"] == second["function"] == "reward (env.py:3)"
+    assert "hint" not in second
 
 
 def test_a_console_line_is_readable_without_colours() -> None:

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import json
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from asyncrl.events import Event, Events, GroupAdmitted, Notice, StepFinished
+from asyncrl.events import EvaluationFinished, Event, Events, GroupAdmitted, Notice, StepFinished
 from asyncrl.observe import sinks
-from asyncrl.observe.sinks import encode_event, event_name, write_events
+from asyncrl.observe.sinks import encode_event, event_name, read_results, write_events
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -24,10 +25,12 @@ def test_events_are_named_in_snake_case() -> None:
 
 def test_an_event_is_one_json_object_whatever_it_holds() -> None:
     """Numbers that JSON lacks become null, objects their text, and the line stays one line."""
-    line = encode_event(Notice(time=1.5, name="odd", keys={"nan": float("nan"), "path": Path("a"), "text": "a\nb"}))
+    event = Notice(time=1.5, name="odd", keys={"nan": float("nan"), "path": Path("a"), "text": "a\nb"})
+    line = encode_event(event, epoch=1_700_000_000.0)
     assert line.count(b"\n") == 1
     assert json.loads(line) == {
         "event": "notice",
+        "at": "2023-11-14T22:13:21.500000Z",
         "time": 1.5,
         "name": "odd",
         "level": "info",
@@ -42,12 +45,30 @@ async def test_all_events_and_a_line_for_each_step_are_on_disk_after_the_block(t
     async with write_events(tmp_path, events):
         for group in range(1, 101):
             events.emit(GroupAdmitted(time=1.0, group=group))
-        events.emit(StepFinished(time=2.0, n=1, model_step=1, metrics={"reward/mean": 0.5}))
+        events.emit(StepFinished(time=anyio.current_time(), n=1, model_step=1, metrics={"reward/mean": 0.5}))
     events.emit(GroupAdmitted(time=3.0, group=101))
     lines = _lines(tmp_path / "events.jsonl")
     assert [line["group"] for line in lines[:-1]] == list(range(1, 101))
     assert lines[-1]["event"] == "step_finished"
-    assert _lines(tmp_path / "metrics.jsonl") == [{"n": 1, "model_step": 1, "time": 2.0, "reward/mean": 0.5}]
+    [step] = _lines(tmp_path / "metrics.jsonl")
+    assert (step["n"], step["model_step"], step["reward/mean"]) == (1, 1, 0.5)
+    assert step["at"] == lines[-1]["at"]
+    assert abs(datetime.fromisoformat(step["at"]) - datetime.now(UTC)) < timedelta(minutes=1)
+
+
+async def test_files_with_and_without_the_time_of_the_wall_clock_are_read(tmp_path: Path) -> None:
+    """A run that began under an older release goes on; the time is no metric."""
+    old = b'{"n":1,"model_step":1,"time":2.0,"reward/mean":0.5}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(old)
+    events = Events()
+    async with write_events(tmp_path, events):
+        events.emit(StepFinished(time=3.0, n=2, model_step=2, metrics={"reward/mean": 0.75}))
+        events.emit(EvaluationFinished(time=4.0, version=2, metrics={"reward_mean": 1.0}))
+    assert list(read_results(tmp_path)) == [
+        StepFinished(time=2.0, n=1, model_step=1, metrics={"reward/mean": 0.5}),
+        StepFinished(time=3.0, n=2, model_step=2, metrics={"reward/mean": 0.75}),
+        EvaluationFinished(time=4.0, version=2, metrics={"reward_mean": 1.0}),
+    ]
 
 
 async def test_a_cancelled_run_still_writes_its_last_events(tmp_path: Path) -> None:
@@ -107,9 +128,9 @@ async def test_writing_happens_off_the_event_loop(tmp_path: Path, monkeypatch: p
     threads = set()
     append = sinks._append
 
-    def watched(pending: list[Event], directory: Path) -> None:
+    def watched(pending: list[Event], **where: Any) -> None:
         threads.add(threading.get_ident())
-        append(pending, directory)
+        append(pending, **where)
 
     monkeypatch.setattr(sinks, "_append", watched)
     events = Events()

@@ -15,7 +15,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError, NonFiniteError
-from asyncrl.events import EvaluationFinished, Event, MemberFailed, MemberResumed, Notice, VersionCommitted
+from asyncrl.events import EvaluationFinished, Event, MemberFailed, MemberResumed, Notice, Underway, VersionCommitted
 from asyncrl.learning.losses import CISPO
 from asyncrl.sampling.backend import as_backend
 from asyncrl.testing import ScriptedPublisher, ScriptedSampler, run_virtual
@@ -71,6 +71,35 @@ def test_saved_weights_make_repeating_short(tmp_path: Path) -> None:
     life = _resumed(plan, tmp_path)
     assert life.steps[0].metrics["recovery/steps_replayed"] == 1.0
     assert life.learner.parameters == _parameters(plan)
+
+
+def test_a_stop_saves_weights_where_repeating_would_take_longer(tmp_path: Path) -> None:
+    """Two steps of eight seconds are not worth repeating, and nothing else changes."""
+    plan = replace(PLAN, train_s=4.0)
+    _stopped(plan, tmp_path, 14.0)
+    life = _resumed(plan, tmp_path)
+    assert [step.metrics["recovery/steps_replayed"] for step in life.steps] == [0.0, 0.0]
+    assert life.learner.parameters == _parameters(plan)
+
+
+def test_a_stop_does_not_wait_for_ever_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After half a minute the run ends with a notice; the journal has what is missing."""
+    plan = replace(PLAN, train_s=4.0)
+    life = Life(plan, tmp_path)
+
+    save = life.learner.save_state
+
+    async def save_state(directory: Path) -> None:
+        await save(directory)
+        await anyio.sleep(1000.0 if life.steps else 0.0)  # the first save is of a fresh adapter
+
+    monkeypatch.setattr(life.learner, "save_state", save_state)
+    assert life.play(14.0)
+    assert [notice.name for notice in life.of(Notice)] == ["weights_not_saved"]
+    again = _resumed(plan, tmp_path)
+    assert [step.metrics["recovery/steps_replayed"] for step in again.steps] == [2.0, 2.0]
+    assert again.learner.parameters == _parameters(plan)
+    assert [(event.done, event.total) for event in again.of(Underway) if event.total] == [(1, 2), (2, 2)]
 
 
 def test_without_checkpointing_the_metrics_are_there_too() -> None:
