@@ -14,7 +14,7 @@ from asyncrl.observe.console import say
 __all__ = ["add"]
 
 _LIMIT = 10
-_CHOICES = ("step", "group", "best", "worst", "evaluation", "grep", "limit", "json")
+_CHOICES = ("step", "group", "best", "worst", "evaluation", "grep", "limit", "tokens", "json")
 _EPILOG = """\
 without options: one screen about the run. With any of them: conversations, of the last step that was kept if --step
 does not say another (--grep looks through all steps).
@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
     show.add_argument("--evaluation", action="store_true", help="of evaluations, instead of steps")
     show.add_argument("--grep", metavar="TEXT", default="", help="those that have this text, in upper or lower case")
     show.add_argument("--limit", type=int, metavar="N", help="at most so many (10; 0: all)")
+    show.add_argument("--tokens", action="store_true", help="with token ids, and log-probabilities of those sampled")
     show.add_argument("--json", action="store_true", help="as JSON lines, with everything that is kept")
 
 
@@ -70,13 +71,13 @@ def _show_conversations(arguments: argparse.Namespace) -> None:
     from rich.text import Text
 
     from asyncrl.errors import require_count
-    from asyncrl.observe.conversations import conversation
+    from asyncrl.observe.conversations import conversation, token_line
     from asyncrl.observe.pages import Page
     from asyncrl.observe.selection import Choice, selected
 
     limit = _LIMIT if arguments.limit is None else arguments.limit
     require_count("--limit", limit, least=0)
-    choice = Choice(**{name: getattr(arguments, name) for name in _CHOICES if name not in ("json", "limit")})
+    choice = Choice(**{name: getattr(arguments, name) for name in _CHOICES if name not in ("json", "limit", "tokens")})
     page, count = Page(sys.stdout), 0
     for traj in selected(arguments.run, choice):
         if getattr(sys.stdout, "gone", False):
@@ -88,6 +89,6 @@ def _show_conversations(arguments: argparse.Namespace) -> None:
         if arguments.json:
             print(json.dumps(traj))
         else:
-            page.show([*conversation(traj), Text()])
+            page.show([*conversation(traj), *([token_line(traj)] if arguments.tokens else []), Text()])
     if not count:
         say("no conversation that is kept is like that")

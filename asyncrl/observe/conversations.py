@@ -6,6 +6,7 @@ Models print anything, also the sequences that move a terminal's cursor: charact
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,18 @@ from typing import Any
 
 from rich.text import Text
 
-__all__ = ["call_text", "calls_of", "conversation", "merit", "number", "one_line", "said", "value_text", "visible"]
+__all__ = [
+    "call_text",
+    "calls_of",
+    "conversation",
+    "merit",
+    "number",
+    "one_line",
+    "said",
+    "token_line",
+    "value_text",
+    "visible",
+]
 
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Control characters but tab and newline, marks that turn the direction of text, and halves of characters.
@@ -140,6 +152,20 @@ def call_text(call: object) -> str:
 def number(value: object) -> str:
     """Four digits at most; "none" where there is no number."""
     return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+def token_line(traj: Mapping[str, Any]) -> Text:
+    """All token ids, each that was sampled with its log-probability: ``1 7(-0.25) 9(-1.5)``."""
+    tokens, logprobs = traj.get("tokens"), traj.get("logprobs")
+    if not isinstance(tokens, list):
+        why = "left out, see shortened" if traj.get("shortened") else "not kept (run.rollout_tokens = true keeps them)"
+        return Text.assemble(("tokens: ", "dim"), why)
+    known = logprobs if isinstance(logprobs, list) else []
+    parts = [
+        f"{number(token)}({number(logprob)})" if isinstance(logprob, float | int) else number(token)
+        for token, logprob in itertools.zip_longest(tokens, known[: len(tokens)])
+    ]
+    return Text.assemble(("tokens: ", "dim"), visible(" ".join(parts)))
 
 
 def merit(value: object) -> float:
