@@ -49,7 +49,7 @@ def _show(arguments: argparse.Namespace) -> None:
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")  # a sign that the terminal does not have is no error
     values = vars(arguments)
-    if any(values[name] not in (None, False, "") for name in _CHOICES):
+    if any(values[name] or type(values[name]) is int for name in _CHOICES):
         _show_conversations(arguments)
     else:
         _show_report(arguments.run)

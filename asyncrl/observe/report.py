@@ -93,7 +93,7 @@ def _condition(run: RunFiles) -> tuple[str, str]:
     if run.planned is not None and done >= run.planned:
         return f"finished, {done} steps", "green"
     how = "stopped" if reason else "not running (stopped, killed or failed)"
-    return f"{how} after step {done}{of}; asyncrl train RECIPE --resume goes on", "yellow"
+    return f"{how} after step {done}{of}; asyncrl train RECIPE --resume RUN goes on", "yellow"
 
 
 def _what(run: RunFiles) -> Iterator[str]:

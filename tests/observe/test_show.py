@@ -400,6 +400,8 @@ def test_conversations_are_chosen(kept: Path, capsys: pytest.CaptureFixture[str]
     assert heads("--grep", "nowhere") == []
     assert len(heads("--grep", "SEARCH(")) == 5
     assert len(heads("--limit", "1")) == 1
+    assert len(heads("--limit", "0")) == 4
+    assert heads("--group", "0") == []
 
 
 def test_lines_are_printed_as_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
