@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     recipe.add_argument("part", nargs="?", default="", help="a section, a key, or with --metrics the begin of a name")
     what = recipe.add_mutually_exclusive_group()
     what.add_argument("--metrics", action="store_true", help="the metrics of steps and evaluations instead")
-    what.add_argument("--markdown", action="store_true", help="everything, as the file REFERENCE.md")
+    what.add_argument("--markdown", action="store_true", help="everything, as the file envs/REFERENCE.md")
     recipe.format_help = _Parser(recipe).format_help  # type: ignore[method-assign]  # argparse asks for it by --help
 
 

@@ -1,4 +1,4 @@
-"""The reference as pages: plain text for a terminal, and the Markdown of ``REFERENCE.md``, which is never edited."""
+"""The reference as pages: plain text for a terminal, and the Markdown of ``envs/REFERENCE.md``, which is never edited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.recipe.reference import SectionReference, chosen, sections
 
 __all__ = ["RENEW", "key_page", "markdown", "metric_page"]
 
-RENEW = "asyncrl recipe --markdown > REFERENCE.md"
+RENEW = "asyncrl recipe --markdown > envs/REFERENCE.md"
 """The command that writes the file anew."""
 _INDENT = "    "
 _METRICS: Mapping[str, Mapping[str, MetricReference]] = {
@@ -53,7 +53,7 @@ def _metric_lines(table: Mapping[str, MetricReference], width: int) -> Iterator[
 
 
 def markdown() -> str:
-    """The whole of ``REFERENCE.md``."""
+    """The whole of ``envs/REFERENCE.md``."""
     lines = [
         "# Reference",
         "",

@@ -10,7 +10,7 @@ from asyncrl.recipe.config import SECTIONS
 from asyncrl.recipe.reference import KeyReference, chosen, sections
 from asyncrl.recipe.referencepages import RENEW, markdown
 
-_FILE = Path(__file__).parents[2] / "REFERENCE.md"
+_FILE = Path(__file__).parents[2] / "envs" / "REFERENCE.md"
 _KEYS = [key for section in sections() for key in section.keys]
 
 
@@ -34,7 +34,7 @@ def test_every_section_and_key_of_recipes_is_there() -> None:
 
 def test_the_file_is_as_new_as_the_code() -> None:
     """It is written by a command and never by hand."""
-    assert _FILE.read_text(encoding="utf-8") == markdown(), f"REFERENCE.md is stale: run {RENEW}"
+    assert _FILE.read_text(encoding="utf-8") == markdown(), f"envs/REFERENCE.md is stale: run {RENEW}"
 
 
 @pytest.mark.parametrize(
