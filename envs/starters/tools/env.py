@@ -25,12 +25,13 @@ class Shop(rl.Env):
         if item not in self.prices:
             # What a tool raises is told to the model. What is not the model's fault is an rl.InfrastructureError:
             # the conversation is then tried again instead of being rewarded.
-            raise KeyError(f"{item} is sold out")
+            raise ValueError(f"{item} is sold out")
         return self.prices[item]
 
     async def reward(self, traj, row):
         """How good the finished conversation was. What is compared are the rewards of answers to the same row."""
-        looked_up = traj.metrics.get("tool_calls", 0) > traj.metrics.get("tool_errors", 0)
-        right = looked_up and traj.final_text.strip() == str(row["price"])
-        traj.metrics["right"] = float(right)  # shown beside the reward, and not trained on
-        return 1.0 if right else 0.2 if looked_up else 0.0  # a little for the way, so that there is a beginning
+        called, failed = traj.metrics.get("tool_calls", 0), traj.metrics.get("tool_errors", 0)
+        if called > failed and traj.final_text.strip() == str(row["price"]):
+            return 1.0
+        # A little for each part of the way: where all answers to a row earn the same, there is nothing to learn.
+        return 0.3 if called > failed else 0.1 if called else 0.0
