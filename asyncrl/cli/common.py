@@ -34,15 +34,30 @@ exit codes:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of one command. ``late_epilog``: makes its epilog when it is shown, if that takes long to import."""
+    """The parser of one command. What takes long to import is added when the command is used, or its help is shown.
 
+    ``late_flags`` adds flags, ``late_epilog`` makes the end of the help.
+    """
+
+    late_flags: Callable[[argparse.ArgumentParser], None] | None = None
     late_epilog: Callable[[], str] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As any parser does."""
+        self._add_flags()
+        return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
         """The text of ``--help``."""
+        self._add_flags()
         if self.late_epilog is not None:
             self.epilog = self.late_epilog()
         return super().format_help()
+
+    def _add_flags(self) -> None:
+        add, self.late_flags = self.late_flags, None
+        if add is not None:
+            add(self)
 
 
 class Commands:

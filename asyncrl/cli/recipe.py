@@ -12,19 +12,6 @@ __all__ = ["add"]
 _WIDEST = 120
 
 
-class _Parser:
-    """The help of the command, which ends with the whole reference: made when it is asked for, as it takes a moment."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._usage = parser.format_help
-
-    def format_help(self) -> str:
-        """The usage, and all keys."""
-        from asyncrl.recipe.referencepages import key_page
-
-        return f"{self._usage()}\n{key_page('', width=_width())}\n"
-
-
 def add(commands: Commands) -> None:
     """Declare the command and its flags."""
     text = "print every key of a recipe with its type, its default and what it does; or every metric"
@@ -33,7 +20,14 @@ def add(commands: Commands) -> None:
     what = recipe.add_mutually_exclusive_group()
     what.add_argument("--metrics", action="store_true", help="the metrics of steps and evaluations instead")
     what.add_argument("--markdown", action="store_true", help="everything, as the file envs/REFERENCE.md")
-    recipe.format_help = _Parser(recipe).format_help  # type: ignore[method-assign]  # argparse asks for it by --help
+    recipe.late_epilog = _epilog
+
+
+def _epilog() -> str:
+    """All keys."""
+    from asyncrl.recipe.referencepages import key_page
+
+    return key_page("", width=_width())
 
 
 def _print(arguments: argparse.Namespace) -> None:

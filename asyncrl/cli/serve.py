@@ -6,7 +6,6 @@ import argparse
 
 from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.observe.console import say, until_signal
-from asyncrl.servers.serving import add_server_flags, serve
 
 __all__ = ["add"]
 
@@ -15,7 +14,13 @@ def add(commands: Commands) -> None:
     """Declare the command and its flags."""
     serve = commands.add("serve", _serve, "serve a model: the embedded server, or a real SGLang")
     serve.late_epilog = _epilog
-    add_server_flags(serve)
+    serve.late_flags = _flags
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    from asyncrl.servers.serving import add_server_flags
+
+    add_server_flags(parser)
 
 
 def _epilog() -> str:
@@ -27,5 +32,7 @@ def _epilog() -> str:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
+    from asyncrl.servers.serving import serve
+
     given = {name: value for name, value in vars(arguments).items() if name not in ("command", "debug", "published")}
     serve(given.pop("backend"), given, say=say, until_signal=until_signal)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from asyncrl.cli.common import Commands, add_overrides
 from asyncrl.observe.console import say
-from asyncrl.simulation.options import add_simulation_flags, read_options
 
 __all__ = ["add"]
 
@@ -17,13 +16,20 @@ def add(commands: Commands) -> None:
     simulate = commands.add("simulate", _simulate, "predict steps per hour and token age of other schedules in seconds")
     simulate.add_argument("recipe", type=Path, help="TOML file; its environment and model are not needed")
     add_overrides(simulate)
-    add_simulation_flags(simulate)
+    simulate.late_flags = _flags
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    from asyncrl.simulation.options import add_simulation_flags
+
+    add_simulation_flags(parser)
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
     from asyncrl.recipe.config import load_recipe
     from asyncrl.simulation.command import run_simulation
     from asyncrl.simulation.grid import RunOptions
+    from asyncrl.simulation.options import read_options
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     lora = recipe.learner["lora"]

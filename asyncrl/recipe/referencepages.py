@@ -1,4 +1,4 @@
-"""The reference as pages: plain text for a terminal, and the Markdown of ``envs/REFERENCE.md``, which is never edited."""
+"""The reference as pages: plain text for a terminal, and the Markdown of ``envs/REFERENCE.md``: never edited."""
 
 from __future__ import annotations
 
