@@ -34,4 +34,4 @@ class Shop(rl.Env):
         if called > failed and traj.final_text.strip() == str(row["price"]):
             return 1.0
         # A little for each part of the way: where all answers to a row earn the same, there is nothing to learn.
-        return 0.3 if called > failed else 0.1 if called else 0.0
+        return 0.3 if called > failed else 0.01 if called else 0.0

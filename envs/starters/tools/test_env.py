@@ -27,7 +27,7 @@ def test_a_price_that_was_guessed_is_not():
 
 def test_each_part_of_the_way_earns_a_little():
     assert play(call("price", item="apple"), "4").reward == 0.3
-    assert play(call("price", item="tea"), "4").reward == 0.1
+    assert play(call("price", item="tea"), "4").reward == 0.01
 
 
 def test_a_wrong_call_is_told_to_the_model():
