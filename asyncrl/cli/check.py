@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +11,6 @@ import anyio
 
 from asyncrl.cli.common import Commands, add_overrides
 from asyncrl.errors import ConfigError
-from asyncrl.observe.console import say
 
 if TYPE_CHECKING:
     from asyncrl.recipe.findings import Finding
@@ -73,13 +70,6 @@ def _check(arguments: argparse.Namespace) -> None:
     else:
         look = partial(check_recipe, load_recipe(path, arguments.overrides), findings, **how)
     findings.ok("recipe", str(path))
-    hangs = anyio.run(look, backend="asyncio")
-    if not findings.wrong:
-        return
-    error = ConfigError(f"{path}: {findings.wrong} wrong, see above; nothing was trained")
-    if hangs:
-        # The interpreter would wait for that thread.
-        say(str(error))
-        sys.stdout.flush()
-        os._exit(2)
-    raise error
+    anyio.run(look, backend="asyncio")
+    if findings.wrong:
+        raise ConfigError(f"{path}: {findings.wrong} wrong, see above; nothing was trained")

@@ -44,10 +44,10 @@ _RESET_S = 10.0
 # A run does not wait longer than that for a reset that is only looked at.
 
 
-async def check_recipe(recipe: Recipe, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float) -> bool:
+async def check_recipe(recipe: Recipe, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float) -> None:
     """Look at everything, tell ``findings``, and show the first prompt.
 
-    ``timeout_s``: for each call of user code. True if a thread goes on with one.
+    ``timeout_s``: for each call of user code.
     """
     made = await anyio.to_thread.run_sync(_look_at_parts, recipe, findings)
     renderer = None
@@ -55,7 +55,6 @@ async def check_recipe(recipe: Recipe, findings: Findings, *, show_prompt: ShowP
         renderer = await anyio.to_thread.run_sync(_load_renderer, model, recipe, findings)
     await _look_at_servers(recipe, findings)
     factory = _attempt("env", findings, lambda: env_factory(made["env"])) if "env" in made else None
-    hangs = False
     if renderer is not None and factory is not None and "data.train" in made:
         subject = _Subject(
             factory=factory,
@@ -64,16 +63,15 @@ async def check_recipe(recipe: Recipe, findings: Findings, *, show_prompt: ShowP
             budget=recipe.engine["budget"],
             model=made["model"],
         )
-        hangs = await _rehearse(subject, findings, show_prompt=show_prompt, timeout_s=timeout_s)
+        await _rehearse(subject, findings, show_prompt=show_prompt, timeout_s=timeout_s)
     else:
         findings.unchecked("rehearsal", "the environment: it needs all of [env], [data] and [model]")
     findings.unchecked("run", "whether the model fits into memory, and how long things take")
-    return hangs
 
 
 async def check_composed(
     composed: ComposedRun, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float
-) -> bool:
+) -> None:
     """The same of a run that a script has built: its first prompt and the rehearsal."""
     engine, model = composed.engine, composed.engine.policy.learner.model_path
     try:
@@ -81,13 +79,13 @@ async def check_composed(
         renderer = await engine.open_renderer(Events())
     except ConfigError as error:
         findings.error("model", error)
-        return False
+        return
     if not isinstance(renderer, ChatRenderer | TextRenderer):
         findings.unchecked("rehearsal", "the environment: the renderer is the script's own")
-        return False
+        return
     budget: Any = engine.identity()["budget"]
     subject = _Subject(factory=engine.factory, row=composed.rows[0], renderer=renderer, budget=budget, model=model)
-    return await _rehearse(subject, findings, show_prompt=show_prompt, timeout_s=timeout_s)
+    await _rehearse(subject, findings, show_prompt=show_prompt, timeout_s=timeout_s)
 
 
 def _look_at_parts(recipe: Recipe, findings: Findings) -> Mapping[str, Any]:
@@ -189,8 +187,7 @@ class _Subject:
     model: Path
 
 
-async def _rehearse(subject: _Subject, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float) -> bool:
-    """True if a thread goes on with a call that hangs."""
+async def _rehearse(subject: _Subject, findings: Findings, *, show_prompt: ShowPrompt, timeout_s: float) -> None:
     factory, renderer = subject.factory, subject.renderer
     with Rehearsal(factory, subject.row, renderer, findings, timeout_s=timeout_s) as rehearsal:
         opening = await rehearsal.opening()
@@ -205,7 +202,6 @@ async def _rehearse(subject: _Subject, findings: Findings, *, show_prompt: ShowP
                 show_prompt(renderer, messages, env.tools, ids)
                 _look_at_room(len(ids), subject, findings)
                 await rehearsal.run(env)
-        return rehearsal.hangs
 
 
 def _look_at_tools(renderer: ChatRenderer | TextRenderer, env: Env, factory: EnvFactory, findings: Findings) -> None:

@@ -21,7 +21,7 @@ from asyncrl.plain import copied, shown
 from asyncrl.recipe.findings import Findings
 from asyncrl.rollout.border import checked_messages, place
 from asyncrl.rollout.budget import Budget
-from asyncrl.rollout.calls import UserCalls, abandoned_calls
+from asyncrl.rollout.calls import UserCalls
 from asyncrl.rollout.env import Env, EnvFactory
 from asyncrl.rollout.failures import FailureBudget, Failures
 from asyncrl.rollout.progress import Activities
@@ -162,11 +162,6 @@ class Rehearsal:
 
     def __exit__(self, *error: object) -> None:
         self._calls.__exit__(*error)
-
-    @property
-    def hangs(self) -> bool:
-        """True if a thread goes on with a call that ran past its deadline, and keeps the process from ending."""
-        return bool(abandoned_calls())
 
     async def opening(self) -> tuple[Env, list[Message]] | None:
         """An environment that was reset, and closed, with its first messages; None if that went wrong."""

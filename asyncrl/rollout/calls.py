@@ -19,21 +19,21 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 from anyio.lowlevel import RunVar
 
 from asyncrl.concurrency.endings import first_error
 from asyncrl.concurrency.outside import waiting_outside
+from asyncrl.concurrency.threads import DaemonThreads
 from asyncrl.errors import AsyncRLError, InfrastructureError, RolloutTimeout
 from asyncrl.rollout.usercode import UserTraceback, place_in_thread, place_of
 
-__all__ = ["Deadline", "UserCalls", "abandoned_calls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
+__all__ = ["Deadline", "UserCalls", "blamed", "call_user", "in_thread", "of_loop", "time_of"]
 
 T = TypeVar("T")
 
 _USER_THREADS = 32
 # Enough for functions that mostly wait; a thread that computes holds the interpreter, and more would not help.
-_user_threads: RunVar[anyio.CapacityLimiter] = RunVar("asyncrl.user_threads")
+_user_threads: RunVar[DaemonThreads] = RunVar("asyncrl.user_threads")
 _abandoned: RunVar[list[_ThreadCall]] = RunVar("asyncrl.abandoned_calls")
 
 
@@ -145,7 +145,7 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     If the caller is cancelled it waits no longer; the thread goes on and is taken until its function returns. Raises
     ``InfrastructureError`` if that is the fate of all threads.
     """
-    abandoned = abandoned_calls()
+    abandoned = _abandoned_calls()
     if len(abandoned) >= _USER_THREADS:
         counts = Counter(call.name for call in abandoned).most_common(3)
         names = ", ".join(f"{what} ({count})" for what, count in counts)
@@ -156,7 +156,7 @@ async def in_thread(function: Callable[[], Any], name: str) -> Any:
     call = _ThreadCall(function, name)
     try:
         with waiting_outside():
-            result = await anyio.to_thread.run_sync(call, limiter=_threads(), abandon_on_cancel=True)
+            result = await _threads().call(call)
     except asyncio.CancelledError as error:
         if call.begun:
             error.__cause__ = UserTraceback(place_in_thread(call.thread), "")
@@ -237,13 +237,13 @@ def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
         return value
 
 
-def abandoned_calls() -> list[_ThreadCall]:
+def _abandoned_calls() -> list[_ThreadCall]:
     """Calls of this event loop that nobody waits for any more, and that have not ended."""
     calls = of_loop(_abandoned, list[_ThreadCall])
     calls[:] = [call for call in calls if not call.ended]
     return calls
 
 
-def _threads() -> anyio.CapacityLimiter:
-    """The limiter of this event loop."""
-    return of_loop(_user_threads, lambda: anyio.CapacityLimiter(_USER_THREADS))
+def _threads() -> DaemonThreads:
+    """Those of this event loop."""
+    return of_loop(_user_threads, lambda: DaemonThreads(_USER_THREADS))

@@ -19,7 +19,7 @@ import asyncrl as rl
 from asyncrl.errors import ConfigError, RolloutTimeout
 from asyncrl.events import Events, Notice, StepFinished
 from asyncrl.observe.lag import LoopLag
-from asyncrl.rollout.calls import abandoned_calls, call_user
+from asyncrl.rollout.calls import _abandoned_calls, call_user
 from asyncrl.rollout.processes import _pool, in_process
 from asyncrl.rollout.tools import tool
 from asyncrl.testing import ByteRenderer, scripted_policy
@@ -276,7 +276,7 @@ async def test_threads_that_are_lost_for_ever_are_told_with_their_functions() ->
     finally:
         release.set()
     with anyio.fail_after(10):
-        while len(abandoned_calls()) == 32:
+        while len(_abandoned_calls()) == 32:
             await anyio.to_thread.run_sync(time.sleep, 0.01)
     assert await call_user(lambda: 3) == 3
 
