@@ -176,16 +176,22 @@ def dumps(value: object) -> bytes:
     """``value`` as JSON. What JSON does not have is written as text that describes it: what is saved must be readable,
     whatever an environment does to its messages while it runs.
     """
+    return _dumps(value, ())
+
+
+def _dumps(value: object, around: tuple[int, ...]) -> bytes:
+    """``around``: the ids of the dicts that ``value`` is in."""
     try:
         return orjson.dumps(value, option=_JSON_OPTIONS)
     except TypeError:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or id(value) in around or len(around) == _DEEPEST:
             return json.dumps(jsonable(value, _described), separators=(",", ":")).encode()
     # Only what is odd takes the long way, and what is JSON already stays.
+    inside = (*around, id(value))
     parts = {text(str(key)): item for key, item in value.items()}
     return orjson.dumps(
         {
-            key: item if isinstance(item, orjson.Fragment) else orjson.Fragment(dumps(item))
+            key: item if isinstance(item, orjson.Fragment) else orjson.Fragment(_dumps(item, inside))
             for key, item in parts.items()
         }
     )

@@ -16,7 +16,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.plain import copied, error_text, jsonable, metric, number, numbers, shown, text, uncopyable_parts
+from asyncrl.plain import (
+    copied,
+    dumps,
+    error_text,
+    jsonable,
+    loads,
+    metric,
+    number,
+    numbers,
+    shown,
+    text,
+    uncopyable_parts,
+)
 
 NUMBERS: list[tuple[Any, float]] = [
     (True, 1.0),
@@ -202,3 +214,13 @@ def test_what_contains_itself_is_described_where_it_does() -> None:
     loop: list[Any] = [1]
     loop += [loop, loop]
     assert jsonable(loop) == [1, "[1, [...], [...]]", "[1, [...], [...]]"]
+
+
+def test_what_contains_itself_is_written_once() -> None:
+    """An environment may have put it into its messages, and the state of the run must be saved all the same."""
+    message: dict[str, Any] = {"role": "user", "content": {"a": 1}}
+    message["content"]["whole"] = message
+    found = loads(dumps({"messages": [message], "message": message}))
+    assert found["message"]["role"] == "user"
+    assert found["message"]["content"]["a"] == 1
+    assert len(dumps(message)) < 1000
