@@ -81,7 +81,6 @@ def attend(
     elif directory is not None:
         make_folder(directory, "run_dir")
         write_configuration(directory, configuration, origin=origin, overrides=overrides)
-    unsubscribe = events.subscribe(summary.observe)
     done: list[Step] = []
 
     async def work() -> None:
@@ -95,7 +94,9 @@ def attend(
             return False
         return await until_signal(work)
 
-    with reporting(events, steps=call.steps, style=call.log, debug=debug, secrets=secrets):
+    with contextlib.ExitStack() as stack:
+        stack.callback(events.subscribe(summary.observe))
+        stack.enter_context(reporting(events, steps=call.steps, style=call.log, debug=debug, secrets=secrets))
         for event in earlier:
             if isinstance(event, Notice):
                 events.emit(event)
@@ -103,7 +104,6 @@ def attend(
                 summary.observe(event)
         with FirstError().raised():
             stopped = anyio.run(main, backend="asyncio")
-    unsubscribe()
     return RunEnd(steps=done, stopped=stopped, summary=summary.summary())
 
 
