@@ -11,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.observe.console import say
@@ -92,25 +91,14 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def load(arguments: argparse.Namespace) -> Recipe:
     """The recipe that the arguments name, else the demo's, with their overrides. Raises ``ConfigError``."""
     from asyncrl.recipe.config import load_recipe
+    from asyncrl.recipe.starters import examples
 
-    path = arguments.recipe or _demo_recipe()
+    path = arguments.recipe or examples() / "guess_number/recipe.toml"
     say(f"loading {path} (importing torch and, the first time, making the model can take half a minute)")
     recipe = load_recipe(path, arguments.overrides)
     if recipe.model.download:
         say(f"{recipe.model.path} is downloaded if it is not on this machine, which can take minutes")
     return recipe
-
-
-def _demo_recipe() -> Path:
-    """Beside the package in a checkout, inside it when installed."""
-    from asyncrl.errors import ConfigError
-
-    package = Path(__file__).parents[1]
-    found = [root / "envs/guess_number/recipe.toml" for root in (package.parent, package)]
-    for recipe in found:
-        if recipe.is_file():
-            return recipe
-    raise ConfigError(f"the demo's recipe is in neither {found[0]} nor {found[1]}")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["Starter", "write_starter"]
+__all__ = ["Starter", "examples", "write_starter"]
 
 Starter: TypeAlias = Literal["plain", "tools", "judge", "script"]
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -32,7 +32,8 @@ def write_starter(folder: Path, kind: Starter) -> list[str]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} exists and is not an empty folder: take another name, or delete it")
         folder.mkdir(parents=True, exist_ok=True)
-        files = sorted([*(_root() / "common").iterdir(), *(_root() / kind).iterdir()], key=lambda file: file.name)
+        starters = examples() / "starters"
+        files = sorted([*(starters / "common").iterdir(), *(starters / kind).iterdir()], key=lambda file: file.name)
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
@@ -41,11 +42,11 @@ def write_starter(folder: Path, kind: Starter) -> list[str]:
     return [file.name for file in files if file.is_file()]
 
 
-def _root() -> Path:
-    """Beside the package in a checkout, inside it when installed."""
+def examples() -> Path:
+    """The folder ``envs``: beside the package in a checkout, inside it when installed. Raises ``ConfigError``."""
     package = Path(__file__).parents[1]
-    roots = (package.parent / "envs/starters", package / "envs/starters")
-    found = next((root for root in roots if (root / "common").is_dir()), None)
-    if found is None:
-        raise ConfigError("the starters are not there: the installation lacks asyncrl/envs/starters")
-    return found
+    roots = (package.parent / "envs", package / "envs")
+    for root in roots:
+        if (root / "starters").is_dir():
+            return root
+    raise ConfigError(f"the examples are in neither {roots[0]} nor {roots[1]}")
