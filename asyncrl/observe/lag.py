@@ -12,17 +12,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import anyio
 import anyio.to_thread
 
 from asyncrl.events import Events, Notice
+from asyncrl.rollout.usercode import is_user_file
 
 __all__ = ["LoopLag", "settled_heap"]
 
@@ -30,13 +29,6 @@ _INTERVAL_S = 0.05
 # Twenty wake-ups a second cost nothing, and a callback that is too long is rarely alone.
 _HELD_S = 0.25
 # As long as many a tool call: everybody waits that long for one.
-_LIBRARIES = (
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-    "<",  # importlib's frozen modules
-)
-
-
 _USUAL_YOUNG = 2000
 # The largest threshold that a version of Python begins with.
 _THRESHOLDS = (10_000, 3, 2)
@@ -135,10 +127,10 @@ class _Onlooker:
 
 
 def _responsible(frame: FrameType) -> str:
-    """The innermost function that is neither a library's nor asyncrl's; the innermost of all if there is none."""
+    """The innermost function of the user's; the innermost of all if there is none."""
     innermost: FrameType = frame
     found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename.startswith(_LIBRARIES):
+    while found is not None and not is_user_file(found.f_code.co_filename):
         found = found.f_back
     code = (found or innermost).f_code
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
