@@ -170,7 +170,9 @@ def token_line(traj: Mapping[str, Any]) -> Text:
 
 def merit(value: object) -> float:
     """A number to sort by: what is none, or not a number, comes last."""
-    return value if isinstance(value, int | float) and not math.isnan(value) else -math.inf
+    if isinstance(value, float):
+        return -math.inf if math.isnan(value) else value
+    return value if isinstance(value, int) else -math.inf  # one of many digits is no float
 
 
 def value_text(value: object) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 from asyncrl.observe.advice import PHASES, RECENT, advice, mean, phase_shares, recent, trend
-from asyncrl.observe.conversations import calls_of, number, one_line, said
+from asyncrl.observe.conversations import calls_of, merit, number, one_line, said
 from asyncrl.observe.rollouts import RolloutFile
 from asyncrl.observe.runfiles import Folded, RunFiles
 
@@ -22,6 +23,8 @@ __all__ = ["report", "sparkline"]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LABEL = 22
 _MOST_FAILURES, _MOST_NOTICES = 4, 3
+_FOLDERS = re.compile(r"(?:/[^/\s:()]+)*/(?=[^/\s:()]+\.py:\d)")
+# In front of a file and its line.
 
 
 def report(run: RunFiles, last: RolloutFile | None, *, now: float, width: int) -> list[Text]:
@@ -98,10 +101,10 @@ def _condition(run: RunFiles) -> tuple[str, str]:
 
 def _what(run: RunFiles) -> Iterator[str]:
     names = (
-        ("model", run.configured("model", "path") or run.configured("model", "source") or run.about.get("model")),
+        ("model", run.configured("model", "path") or run.configured("model", "source")),
         ("environment", run.configured("env", "factory") or run.plan("env")),
         ("loss", run.plan("loss")),
-        ("recipe", run.about.get("recipe")),
+        ("recipe", run.recipe),
     )
     for label, value in names:
         if isinstance(value, str) and value:
@@ -203,11 +206,18 @@ def _failures(run: RunFiles, width: int) -> Iterator[Text]:
 
 def _folded(entries: Sequence[Folded], most: int, style: str, width: int) -> Iterator[Text]:
     for entry in entries[:most]:
-        where = f"  ({one_line(entry.where, width)})" if entry.where else ""
-        room = width - 10 - len(where)
-        yield Text.assemble((f"  {entry.count:>5} x ", "bold"), (one_line(entry.text, max(30, room)), style), where)
+        where = f"  ({one_line(_without_folders(entry.where), width)})" if entry.where else ""
+        text = one_line(_without_folders(entry.text), max(30, width - 10 - len(where)))
+        yield Text.assemble((f"  {entry.count:>5} x ", "bold"), (text, style), where)
+        if entry.todo:
+            yield Text(f"{'':10}-> {one_line(entry.todo, 300)}", style="dim")
     if others := entries[most:]:
         yield Text(f"  {sum(entry.count for entry in others):>5} x others, of {len(others)} kinds", style="dim")
+
+
+def _without_folders(text: str) -> str:
+    """``text`` in which a line of code has the name of its file only."""
+    return _FOLDERS.sub("", text)
 
 
 def _excerpts(last: RolloutFile | None, width: int) -> Iterator[Text]:
@@ -217,7 +227,7 @@ def _excerpts(last: RolloutFile | None, width: int) -> Iterator[Text]:
         return
     hint = "(more: asyncrl show RUN --best, --worst, --step N)"
     yield Text.assemble((f"What it said in step {last.n} ", "bold"), (hint, "dim"))
-    best, worst = max(rated, key=_reward), min(rated, key=_reward)
+    best, worst = (choose(rated, key=lambda traj: merit(traj["reward"])) for choose in (max, min))
     for name, traj in (("best", best), ("worst", worst))[: 1 if best is worst else 2]:
         yield Text.assemble((f"  {name}: ", "bold"), _place(traj))
         yield from _excerpt(traj, width)
@@ -227,11 +237,6 @@ def _place(traj: Mapping[str, Any]) -> str:
     turns = traj.get("turns")
     turned = f", {turns} turns" if isinstance(turns, int) and turns > 1 else ""
     return f"reward {number(traj['reward'])}, group {traj['group']}, member {traj['member']}{turned}"
-
-
-def _reward(traj: Mapping[str, Any]) -> float:
-    reward = float(traj["reward"])
-    return reward if math.isfinite(reward) else 0.0
 
 
 def _excerpt(traj: Mapping[str, Any], width: int) -> Iterator[Text]:

@@ -35,6 +35,8 @@ class Folded:
 
     text: str
     where: str = ""
+    todo: str = ""
+    """What it means, and what to do about it."""
     count: int = 0
 
 
@@ -71,6 +73,12 @@ class RunFiles:
         """The number of steps that the run is to have."""
         steps = self.about.get("steps")
         return steps if isinstance(steps, int) else None
+
+    @property
+    def recipe(self) -> object:
+        """The file of the recipe or script that the run is from; None if that is not known."""
+        origin = self.about.get("origin")
+        return origin.get("path") if isinstance(origin, dict) else None
 
     def plan(self, key: str) -> Any:
         """An option of the run as it was resolved; None if that is not known."""
@@ -184,7 +192,8 @@ class _EventReader:
         if value.get("level") in ("warning", "error", "critical"):
             name, keys = str(value.get("name")), value.get("keys")
             said = ", ".join(f"{key} {item}" for key, item in keys.items()) if isinstance(keys, dict) else ""
-            _fold(self._notices, f"{name}: {said}" if said else name, "", kind=name)
+            text, hint = f"{name}: {said}" if said else name, value.get("hint")
+            _fold(self._notices, text, "", kind=name, todo=hint if isinstance(hint, str) else "")
 
     def _begin(self, value: Mapping[str, Any]) -> None:
         self._run.ended = None  # a run that goes on publishes before anything else
@@ -193,13 +202,13 @@ class _EventReader:
         self._run.ended = value
 
 
-def _fold(known: dict[tuple[str, str], Folded], text: str, where: str, *, kind: str = "") -> None:
+def _fold(known: dict[tuple[str, str], Folded], text: str, where: str, *, kind: str = "", todo: str = "") -> None:
     # The same place raises the same kind of error, whatever numbers and names are in its text.
     key = (kind or (text.partition(":")[0] if where else _VARYING.sub("0", text[:200])), where)
     if key not in known and len(known) >= _MOST_KINDS:
-        key, text, where = ("", ""), "others", ""
+        key, text, where, todo = ("", ""), "others", "", ""
     entry = known.setdefault(key, Folded(text=text, where=where))
-    entry.text = text
+    entry.text, entry.todo = text, todo
     entry.count += 1
 
 

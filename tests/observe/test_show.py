@@ -196,11 +196,21 @@ def test_failures_are_folded_by_kind_and_place(tmp_path: Path) -> None:
     ]
     drops = [{"event": "group_dropped", "group": 1, "reason": reason} for reason in ("failed", "run_ended")]
     notice = {"event": "notice", "name": "loop_held", "level": "warning", "keys": {"function": "reward"}}
+    notice |= {"keys": {"function": "Sums.reward (/home/me/long/way/env.py:7)"}, "hint": "make it a plain def"}
     text = shown(write_run(tmp_path, steps=step_lines(3), events=[*failures, *drops, notice]))
     assert "5 x KeyError: 'k4'  (env.py:3 in reward)" in text
     assert "3 x KeyError: 'k7'" in text
     assert "failed 1" in text and "run_ended" not in text
-    assert "1 x loop_held: function reward" in text
+    assert "1 x loop_held: function Sums.reward (env.py:7)\n" in text
+    assert "-> make it a plain def" in text
+
+
+def test_a_reward_that_is_no_float_is_shown(tmp_path: Path) -> None:
+    """The line is damaged, and the others are still there."""
+    kept = [{"group": 0, "member": n, "messages": [], "reward": reward} for n, reward in enumerate([10**400, 0.5])]
+    last = RolloutFile(path=tmp_path, n=1, evaluation="", trajectories=kept, left_out=0, unreadable=0)
+    lines = report(read_run(write_run(tmp_path, steps=step_lines(1))), last, now=0.0, width=100)
+    assert any("worst: reward 0.5" in line.plain for line in lines)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -219,7 +229,7 @@ SLOW_FOLDERS = settings(max_examples=25, deadline=None, suppress_health_check=[H
 @given(
     steps=st.lists(metrics | metrics.map(lambda line: {**STEP, "n": 1, **line}), max_size=6),
     events=st.lists(st.tuples(names, st.dictionaries(keys, values)).map(lambda pair: {"event": pair[0], **pair[1]})),
-    about=st.dictionaries(st.sampled_from(["configuration", "plan", "steps", "started", "recipe", "model"]), values),
+    about=st.dictionaries(st.sampled_from(["configuration", "plan", "steps", "started", "origin"]), values),
     width=st.integers(40, 200),
 )
 def test_no_content_of_the_files_makes_it_raise(
