@@ -19,6 +19,8 @@ def test_a_starter_works_as_it_is(asyncrl: Installed, kind: str) -> None:
     asyncrl("init", "task", *([] if kind == "plain" else [f"--{kind}"]))
     done = asyncrl.python("-m", "pytest", "-q", "-p", "no:asyncio", "-W", "error", task)
     assert "passed" in done.stdout
+    if kind in ("plain", "tools"):
+        return  # the first hour trains one with tools; plain is the one with a judge, without it
     if kind == "script":
         script = task / "train.py"
         script.write_text(script.read_text().replace("STEPS = 80", "STEPS = 2"))

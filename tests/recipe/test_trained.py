@@ -123,6 +123,7 @@ def _require_public(folder: Path, private: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # four commands, each with a server of its own
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_run_is_evaluated_exported_loaded_and_continued(
     tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str], lora: bool
