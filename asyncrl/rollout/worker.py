@@ -195,7 +195,13 @@ def _import(name: str, file: str | None) -> ModuleType:
 
 
 def load_file(name: str, file: str | Path) -> ModuleType:
-    """Import ``file`` as the module ``name``. Raises ``ImportError`` if it is no Python file, or what it raises."""
+    """Import ``file`` as the module ``name``. Raises ``ImportError`` if it is no Python file, or what it raises.
+
+    It can import the files beside it, as a program can; they come first, and stay so.
+    """
+    folder = str(Path(file).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no Python file")

@@ -80,6 +80,7 @@ lr = 1e-3
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe with its Python file and its model folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "env.py").write_text(ENV, encoding="utf-8")
     write_model(tmp_path / "model")
@@ -163,6 +164,14 @@ def test_a_file_that_fails_to_import_says_why(recipe: Path) -> None:
         _compose(recipe)
     file.write_text(ENV, encoding="utf-8")
     _compose(recipe)
+
+
+def test_a_file_imports_those_beside_it(recipe: Path) -> None:
+    """As a program does, wherever the command was started."""
+    name = f"beside_{recipe.parent.name}"
+    (recipe.parent / f"{name}.py").write_text("ANSWER = 42\n", encoding="utf-8")
+    (recipe.parent / "more.py").write_text(f"from {name} import ANSWER\n", encoding="utf-8")
+    assert resolve("env.factory", "more.py:ANSWER", recipe.parent) == 42
 
 
 def test_a_file_is_imported_once(recipe: Path) -> None:
