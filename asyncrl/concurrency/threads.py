@@ -60,6 +60,10 @@ class DaemonThreads:
             calls.put(_Call(function=function, context=context, answer=answer))
             return await answer
 
+    def statistics(self) -> anyio.CapacityLimiterStatistics:
+        """How many calls are waited for, and how many wait for their turn."""
+        return self._limiter.statistics()
+
     def _started(self) -> _Calls:
         calls: _Calls = SimpleQueue()
         threading.Thread(target=self._serve, args=(calls,), name="asyncrl user code", daemon=True).start()
