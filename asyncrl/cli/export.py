@@ -29,4 +29,6 @@ def _export(arguments: argparse.Namespace) -> None:
     export(trained, arguments.out, merged=arguments.merged)
     kind = "adapter" if trained.is_adapter and not arguments.merged else "model"
     version = {} if trained.run is None else {"version": trained.version}
-    print(json.dumps({"out": str(arguments.out), "kind": kind, **version}), flush=True)
+    # Where it lies is this machine's business: the folder itself does not say it.
+    base = {"base_model": str(trained.base_model())} if kind == "adapter" else {}
+    print(json.dumps({"out": str(arguments.out), "kind": kind, **base, **version}), flush=True)

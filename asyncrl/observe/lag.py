@@ -127,13 +127,13 @@ class _Onlooker:
 
 
 def _responsible(frame: FrameType) -> str:
-    """The innermost function of the user's; the innermost of all if there is none."""
-    innermost: FrameType = frame
+    """The innermost function of the user's; empty if there is none, for then it is not theirs to mend."""
     found: FrameType | None = frame
     while found is not None and not is_user_file(found.f_code.co_filename):
         found = found.f_back
-    code = (found or innermost).f_code
-    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    if found is None:
+        return ""
+    return f"{found.f_code.co_qualname} ({found.f_code.co_filename}:{found.f_code.co_firstlineno})"
 
 
 @contextmanager

@@ -26,6 +26,9 @@ _MOST_FAILURES, _MOST_NOTICES = 4, 3
 _FOLDERS = re.compile(r"(?:/[^/\s:()]+)*/(?=[^/\s:()]+\.py:\d)")
 # In front of a file and its line.
 
+_LAST_MESSAGES = 3
+# Of a conversation in the overview: a call, its result, and the answer.
+
 
 def report(run: RunFiles, last: RolloutFile | None, *, now: float, width: int) -> list[Text]:
     """The lines. ``last``: what is kept of the newest step; ``now``: seconds since 1970."""
@@ -241,10 +244,9 @@ def _place(traj: Mapping[str, Any]) -> str:
 
 def _excerpt(traj: Mapping[str, Any], width: int) -> Iterator[Text]:
     messages = traj["messages"]
-    shown = [message for message in messages if message.get("role") == "user"][:1]
-    shown += [message for message in messages if message.get("role") == "assistant"][-1:]
-    for message in shown:
-        text = said(message) or " ".join(calls_of(message))
+    first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), 0)
+    for message in [*messages[first : first + 1], *messages[first + 1 :][-_LAST_MESSAGES:]]:
+        text = " ".join([*filter(None, [said(message)]), *calls_of(message)])
         role = one_line(str(message.get("role")), 20)
         yield Text.assemble((f"    {role}: ", "dim"), one_line(text, width - len(role) - 6))
 

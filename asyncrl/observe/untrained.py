@@ -128,7 +128,8 @@ class Untrained:
 
     @property
     def _tools_fail(self) -> bool:
-        return self._tool_errors > self._tool_calls / 2
+        # Some errors are the tool's answer to a model that does not know better.
+        return 0 < self._tool_calls <= self._tool_errors
 
     def _advice(self) -> str:
         """What to do about the most frequent cause."""

@@ -21,7 +21,7 @@ from asyncrl.files import drafted, emptied, flush, read_json, remove, settle
 from asyncrl.learning.adapterfolder import ADAPTER_CONFIG, copy_tokenizer, read_adapter_config
 from asyncrl.observe.sinks import read_results
 from asyncrl.observe.summary import RunSummary
-from asyncrl.recipe.trained import Trained, base_name
+from asyncrl.recipe.trained import Trained, base_name, hub_name
 
 __all__ = ["export"]
 
@@ -94,8 +94,9 @@ def _card(trained: Trained, base: Path, *, is_adapter: bool) -> str:
     lines = [*head, "", "# Trained with asyncrl", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in _facts(trained, name).items()]
     if is_adapter:
+        where = name if hub_name(base) else f"the folder of {name}"
         load = [
-            f'model = AutoModelForCausalLM.from_pretrained("{name}")  # the base model: its name, or its folder',
+            f'model = AutoModelForCausalLM.from_pretrained("{where}")  # the base model',
             'model = PeftModel.from_pretrained(model, "this folder")',
         ]
         imports = ["from peft import PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"]

@@ -21,7 +21,7 @@ from asyncrl.learning.adapterfolder import is_adapter, read_adapter_config
 from asyncrl.learning.modelfolder import find_model
 from asyncrl.plain import shown
 
-__all__ = ["Trained", "base_name", "copied", "find_trained", "recipe_of"]
+__all__ = ["Trained", "base_name", "copied", "find_trained", "hub_name", "recipe_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +110,14 @@ def _has_weights(folder: Path) -> bool:
     return is_adapter(folder) or (folder / "config.json").is_file()
 
 
+def hub_name(model: Path) -> str | None:
+    """The name on the Hugging Face hub of a model in its cache; None of any other folder."""
+    for name in (*model.parts, *model.resolve().parts):
+        if name.startswith("models--"):
+            return name.removeprefix("models--").replace("--", "/", 1)
+    return None
+
+
 def base_name(model: Path) -> str:
     """How others call the model in ``model``: its name on the hub if it came from there, else that of its folder."""
-    resolved = model.resolve()
-    for part in (model.parts, resolved.parts):
-        for name in part:
-            if name.startswith("models--"):
-                return name.removeprefix("models--").replace("--", "/", 1)
-    try:
-        known = orjson.loads((resolved / "config.json").read_bytes()).get("_name_or_path") or ""
-    except (OSError, ValueError, AttributeError):
-        known = ""
-    return known if known and not Path(known).is_absolute() and known.count("/") <= 1 else resolved.name
+    return hub_name(model) or model.resolve().name

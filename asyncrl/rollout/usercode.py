@@ -57,7 +57,9 @@ def is_user_file(file: str) -> bool:
         return file.startswith(_TYPED)
     if file.startswith(_OURS):
         return file.startswith(_EXAMPLES)
-    return not file.startswith(_PYTHON) and not any(part in file for part in _INSTALLED)
+    # Commands beside the interpreter, such as this one, are installed too.
+    beside = str(Path(file).parent) == str(Path(sys.executable).parent)
+    return not file.startswith(_PYTHON) and not beside and not any(part in file for part in _INSTALLED)
 
 
 def place_of(error: BaseException | None) -> str:

@@ -142,7 +142,8 @@ def test_a_run_is_evaluated_exported_loaded_and_continued(
     assert {"pass@1", "pass@2", "pass@3", "reward_ci95", "rollout/vowels_mean", "failed_rows"} <= set(measured)
 
     exported = _run(capsys, "export", run, out)
-    assert exported == {"out": str(out), "kind": "adapter" if lora else "model", "version": 2}
+    kind = {"kind": "adapter", "base_model": str(model)} if lora else {"kind": "model"}
+    assert exported == {"out": str(out), **kind, "version": 2}
     _require_public(out, tmp_path)
     assert "max staleness" not in (card := (out / "README.md").read_text())
     assert "| recipe | task/recipe.toml |" in card

@@ -67,7 +67,7 @@ def test_a_script_is_trained_like_a_recipe(here: Path, capsys: pytest.CaptureFix
     assert out[0] == "after 3"
     assert json.loads(out[1])["steps"] == 3
     assert (here / "first" / "metrics.jsonl").read_text().count("\n") == 3
-    assert json.loads((here / "first" / "run.json").read_text())["configuration"]["script"].endswith("train.py")
+    assert json.loads((here / "first" / "run.json").read_text())["origin"]["path"].endswith("train.py")
 
 
 def test_a_script_is_resumed_like_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
