@@ -12,6 +12,7 @@ import anyio
 from asyncrl.checkpoint.folders import make_folder, new_folder, require_run, require_unused
 from asyncrl.cli.common import Commands, add_overrides, load, noting_begin, print_result
 from asyncrl.errors import ConfigError
+from asyncrl.observe.console import say
 
 if TYPE_CHECKING:
     from asyncrl.training.attended import RunCall, RunEnd
@@ -124,6 +125,7 @@ def _start(arguments: argparse.Namespace, directory: Path) -> list[str]:
             raise ConfigError.for_value("--version", arguments.version, "left out without --from")
         return []
     trained = find_trained(arguments.start, arguments.version, key="--from")
+    say(f"starting from {trained.folder}")
     return (copied(trained, own) if trained.is_adapter else trained).overrides()
 
 
