@@ -52,6 +52,7 @@ __all__ = [
     "sweep",
     "sync",
     "unsealed",
+    "version_folder",
     "write",
     "write_json",
 ]
@@ -155,6 +156,11 @@ def numbered(folder: Path, before: str = "", after: str = "") -> list[int]:
             # One number has one name: ``1.jsonl`` is not what asyncrl writes.
             found += [int(digits)] if name == f"{before}{int(digits):06d}{after}" else []
     return sorted(found)
+
+
+def version_folder(directory: Path, version: int) -> Path:
+    """Where ``directory`` has ``version``; ``numbered(directory, "v")`` has the versions that are there."""
+    return directory / f"v{version:06d}"
 
 
 def settle(temporary: Path, path: Path) -> None:

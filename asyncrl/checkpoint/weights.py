@@ -9,7 +9,17 @@ from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
-from asyncrl.files import check_folder, drafted, emptied, numbered, remove, require_own, seal_folder, settle
+from asyncrl.files import (
+    check_folder,
+    drafted,
+    emptied,
+    numbered,
+    remove,
+    require_own,
+    seal_folder,
+    settle,
+    version_folder,
+)
 
 __all__ = ["SavedWeights"]
 
@@ -73,4 +83,4 @@ class SavedWeights:
             remove(self._path(version))
 
     def _path(self, version: int) -> Path:
-        return self._folder / f"{_PREFIX}{version:06d}"
+        return version_folder(self._folder, version)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _NOT_HELD_OUT = "no rows are held out (data.heldout): those that are trained on are measured, which says less"
-_SCRIPT = ".py"
-_RECIPES = (".toml", _SCRIPT)
+_RECIPES = (".toml", ".py")
 
 
 def add(commands: Commands) -> None:
@@ -42,6 +41,7 @@ def add(commands: Commands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from asyncrl.recipe.scripts import is_script
     from asyncrl.training.evaluation import Evaluator
 
     started = time.monotonic()
@@ -53,7 +53,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     async def work() -> None:
         async with keeping_first_error(composed.engine.opened(composed.trainer.events)) as session:
             version = 0 if trained is None else trained.version
-            if trained is not None and recipe.suffix == _SCRIPT:  # a recipe starts from them
+            if trained is not None and is_script(recipe):  # a recipe starts from them
                 await session.policy.learner.load_exported(trained.folder)
             await session.publish(version)
             metrics = await evaluator.evaluate(session)
@@ -95,10 +95,10 @@ def _composed(
     """The run of the recipe or script, how it reports, and what must not be in its logs."""
     from asyncrl.recipe.compose import compose
     from asyncrl.recipe.config import load_recipe
-    from asyncrl.recipe.scripts import compose_script
+    from asyncrl.recipe.scripts import compose_script, is_script
 
     say(f"loading {recipe} (importing torch and, the first time, making the model can take half a minute)")
-    if recipe.suffix == _SCRIPT:
+    if is_script(recipe):
         if overrides:
             raise ConfigError.for_value("--set", overrides[0], "left out: a script has its own options")
         composed = compose_script(recipe)

@@ -19,7 +19,18 @@ import numpy as np
 import orjson
 
 from asyncrl.errors import CheckpointError
-from asyncrl.files import check_folder, drafted, emptied, flush, numbered, remove, seal_folder, settle, sweep
+from asyncrl.files import (
+    check_folder,
+    drafted,
+    emptied,
+    flush,
+    numbered,
+    remove,
+    seal_folder,
+    settle,
+    sweep,
+    version_folder,
+)
 from asyncrl.learning.base import Learner
 from asyncrl.publishing.probe import Probe
 from asyncrl.sampling.backend import ServerFleet
@@ -95,7 +106,7 @@ class Folders:
 
     def folder(self, version: int) -> Path:
         """What the servers read."""
-        return self._directory / f"v{version:06d}"
+        return version_folder(self._directory, version)
 
     async def stage(self, version: int, reference: FloatArray | None = None) -> None:
         """Write the learner's current parameters, and ``reference``, into the folder of ``version``.

@@ -16,7 +16,7 @@ import orjson
 from asyncrl.checkpoint.directory import read_origin
 from asyncrl.checkpoint.folders import has_run
 from asyncrl.errors import ConfigError
-from asyncrl.files import emptied, numbered
+from asyncrl.files import emptied, numbered, version_folder
 from asyncrl.learning.adapterfolder import is_adapter, read_adapter_config
 from asyncrl.learning.modelfolder import find_model
 from asyncrl.plain import shown
@@ -88,7 +88,9 @@ def recipe_of(run: Path) -> tuple[Path, Sequence[str]]:
 
 def _of_run(run: Path, version: int | None, key: str) -> Trained:
     folder = run / "adapters"
-    versions = [one for one in numbered(folder, "v") if _has_weights(_path(folder, one))] if folder.is_dir() else []
+    versions = (
+        [one for one in numbered(folder, "v") if _has_weights(version_folder(folder, one))] if folder.is_dir() else []
+    )
     if not versions:
         raise ConfigError.for_value(
             key, str(run), "a run that has published weights on disk (there are none in adapters/)"
@@ -98,12 +100,8 @@ def _of_run(run: Path, version: int | None, key: str) -> Trained:
     elif version not in versions:
         listed = ", ".join(map(str, versions))
         raise ConfigError.for_value("--version", version, f"one that the run still has: {listed}")
-    path = _path(folder, version)
+    path = version_folder(folder, version)
     return Trained(folder=path, is_adapter=is_adapter(path), run=run, version=version)
-
-
-def _path(folder: Path, version: int) -> Path:
-    return folder / f"v{version:06d}"
 
 
 def _has_weights(folder: Path) -> bool:
