@@ -215,7 +215,7 @@ class _LongChat(Chat):
 def killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped leaves what a kill would leave, and all of its journal; disks need not be waited for."""
 
-    async def nothing(self: RunSaver, capture: Any) -> None:
+    async def nothing(self: RunSaver, state: Any, capture: Any) -> None:
         return
 
     monkeypatch.setattr(RunSaver, "save_at_end", nothing)
