@@ -66,12 +66,14 @@ class NumpyLearner(ThetaLearner):
         self._state = {name: np.zeros(_SIZE, dtype=np.float32) for name in ("values", "mean", "square")}
         self._gradient = np.zeros(_SIZE, dtype=np.float32)
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         """Each trained token pulls at one number."""
         for sequence in sequences:
             pull = (sequence.advantage * sequence.weight * sequence.logprobs[sequence.mask]).astype(np.float32)
             np.add.at(self._gradient, sequence.tokens[sequence.mask] % _SIZE, pull)
-        return await super().forward_backward(sequences, loss)
+        return await super().forward_backward(sequences, loss, updates=updates)
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
         """Adam without correction of its bias."""

@@ -27,6 +27,7 @@ from asyncrl.rollout.renderer import ParsedTurn
 from asyncrl.rollout.tools import Tool
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedLearner, ScriptedPublisher, ScriptedSampler, scripted_policy
+from asyncrl.testing.scripted import chunk_result
 from asyncrl.types import IntArray, Message, Row, Segment, StopReason, ToolCall, Trajectory, VersionSpan
 
 __all__ = ["ANSWER", "CALL", "GROUP_SIZE", "OBSERVATION", "PROMPT", "Load", "Measured", "scripted_run"]
@@ -126,9 +127,11 @@ class _Sampler(ScriptedSampler):
 class _Learner(ScriptedLearner):
     """Looks at no sequence, as the other side's stub does."""
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         """A gradient of nothing."""
-        return ChunkResult(tokens=len(sequences), sums={"loss": 0.0})
+        return replace(chunk_result(()), tokens=len(sequences))
 
 
 class _Renderer(ByteRenderer):

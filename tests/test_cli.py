@@ -249,9 +249,9 @@ class _WrongLearner(ScriptedLearner):
     async def open(self) -> None:
         self._fail("open")
 
-    async def forward_backward(self, *args: Any) -> Any:
+    async def forward_backward(self, *args: Any, **options: Any) -> Any:
         self._fail("forward_backward")
-        return await super().forward_backward(*args)
+        return await super().forward_backward(*args, **options)
 
     async def optimizer_step(self, *args: Any, **options: Any) -> Any:
         self._fail("optimizer_step")

@@ -56,9 +56,11 @@ class _RecordingLearner(rl.TorchLearner):
         super().__init__(*args, **options)
         self.trained: list[TrainingSequence] = []
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         self.trained += sequences
-        return await super().forward_backward(sequences, loss)
+        return await super().forward_backward(sequences, loss, updates=updates)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

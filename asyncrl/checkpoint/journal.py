@@ -39,10 +39,10 @@ from asyncrl.learning.base import OptimizerSettings, TrainingSequence
 
 __all__ = ["Journal"]
 
-_FORMAT = "2"
+_FORMAT = "3"
 _NUMBERS = ("advantage", "weight", "temperature")
 # Of a sequence; and its arrays.
-_ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "mask": "|b1"}
+_ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "ages": "<i4", "mask": "|b1"}
 _TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL", "|u1": "U8"}
 _SUFFIX = ".safetensors"
 _HEAD = tuple(field.name for field in fields(JournalEntry) if field.name != "chunks")
@@ -80,7 +80,7 @@ class Journal:
         path = self.path(n)
         data = unsealed(path)
         try:
-            entry = _decode(data, sequences=sequences)
+            entry = _decode(path, data, sequences=sequences)
         except (KeyError, ValueError, TypeError) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from error
         require_own(path, entry.run, run)
@@ -131,11 +131,14 @@ def _header(shapes: Sequence[tuple[str, np.dtype[Any], int]], metadata: Mapping[
     return len(text).to_bytes(8, "little") + text
 
 
-def _decode(data: bytes, *, sequences: bool) -> JournalEntry:
+def _decode(path: Path, data: bytes, *, sequences: bool) -> JournalEntry:
     length = int.from_bytes(data[:8], "little")
     metadata = orjson.loads(data[8 : 8 + length])["__metadata__"]
     if metadata["format"] != _FORMAT:
-        raise ValueError(f"its format is {metadata['format']!r} and not {_FORMAT!r}")
+        raise CheckpointError(
+            f"{path} is of format {metadata['format']!r}, which another release of asyncrl wrote; this one reads "
+            f"{_FORMAT!r}: go on with that release, or begin the run anew in another folder"
+        )
     head = orjson.loads(metadata["entry"])
     every = _sequences(safetensors.numpy.load(data)) if sequences else iter(())
     settings = head["settings"]

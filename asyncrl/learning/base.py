@@ -30,6 +30,9 @@ class TrainingSequence:
     """(T,) the sampler's log-probabilities; 0 where ``mask`` is False, and never read there."""
     mask: npt.NDArray[np.bool_]
     """(T,) True for tokens that are trained. ``mask[0]`` is False: the first token has no condition."""
+    ages: IntArray
+    """(T,) int32, the version at the step's start minus the version that sampled the token; 0 where ``mask`` is
+    False."""
     advantage: float
     weight: float
     """Factor of each trained token before the global divisor (``normalize``): 1, 1/tokens of the trajectory, .."""
@@ -45,6 +48,13 @@ class ChunkResult:
     sums: Mapping[str, float]
     """Name -> sum over trained tokens: ``loss`` (weighted), ``ratio``, ``kl``, ``clipped``, ``entropy``, ..
     The trainer divides ``loss`` by the step's divisor and the others by the step's trained tokens."""
+    log_ratios: FloatArray
+    """(``tokens``,) float32, log-probability of the learner minus that of the sampler for each trained token, sequence
+    after sequence."""
+    input_tokens: int
+    """Tokens of the sequences, prompts included."""
+    computed_tokens: int
+    """Tokens that went through the model: fewer if sequences share a prefix that is computed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +93,20 @@ class Learner(Protocol):
         """Free the model and end the worker."""
         ...
 
-    async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Called with the sequences of each pass before it, for losses that need a proximal forward pass."""
+    async def prepare_step(self, sequences: Sequence[TrainingSequence], loss: Any) -> None:
+        """Compute what ``loss`` needs to know of these sequences and keep it until ``end_step``.
+
+        Called with all sequences of a step before its first update; with chunks, before the pass of each.
+        """
         ...
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
-        """Add the gradient of ``sum(weight * per-token loss)`` over these sequences (``loss``: see losses.py)."""
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
+        """Add the gradient of ``sum(weight * per-token loss)`` over these sequences.
+
+        ``updates``: optimizer steps since the trainer step began, which the loss may want to know.
+        """
         ...
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
@@ -100,6 +118,10 @@ class Learner(Protocol):
 
     async def discard_gradients(self) -> None:
         """Forget what ``forward_backward`` accumulated."""
+        ...
+
+    async def end_step(self) -> None:
+        """Forget what ``prepare_step`` kept: the trainer step is over, or will not happen."""
         ...
 
     async def save_state(self, directory: Path) -> None:

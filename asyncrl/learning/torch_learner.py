@@ -95,13 +95,15 @@ class TorchLearner:
         self._model = None
         self._worker.close()
 
-    async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Keep the proximal log-probabilities of these sequences, of the parameters as they are now."""
-        await self._worker.run(self._opened.prepare_step, sequences)
+    async def prepare_step(self, sequences: Sequence[TrainingSequence], loss: Loss) -> None:
+        """Keep what ``loss`` needs to know of these sequences under the parameters as they are now."""
+        await self._worker.run(self._opened.prepare_step, sequences, loss)
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Loss, *, updates: int = 0
+    ) -> ChunkResult:
         """Add the gradient of ``sum(weight * per-token loss)``; returns sums over the trained tokens."""
-        return await self._worker.run(self._opened.forward_backward, sequences, loss)
+        return await self._worker.run(self._opened.forward_backward, sequences, loss, updates)
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
         """Divide the gradient by ``divisor``, clip, step, clear; ``NonFiniteError`` if its norm is not finite."""
@@ -110,6 +112,10 @@ class TorchLearner:
     async def discard_gradients(self) -> None:
         """Forget what ``forward_backward`` accumulated."""
         await self._worker.run(self._opened.discard_gradients)
+
+    async def end_step(self) -> None:
+        """Forget what ``prepare_step`` kept."""
+        await self._worker.run(self._opened.end_step)
 
     async def save_state(self, directory: Path) -> None:
         """Write trained parameters and Adam's moments into the empty ``directory``."""

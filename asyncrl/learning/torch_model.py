@@ -68,8 +68,10 @@ class TorchModel:
         self._proximal: dict[int, tuple[TrainingSequence, torch.Tensor]] = {}
         self._require_plain_logits()
 
-    def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Keep the log-probabilities of these sequences under the parameters as they are now."""
+    def prepare_step(self, sequences: Sequence[TrainingSequence], loss: Loss) -> None:
+        """Keep the log-probabilities of these sequences as they are now, if ``loss`` needs them."""
+        if not loss.needs_proximal:
+            return
         with torch.no_grad():
             for batch in self._batches(sequences):
                 logprobs, _ = self._trained_logprobs(batch)
@@ -77,17 +79,21 @@ class TorchModel:
                     # The sequence is kept with it: an id is only unique while its object lives.
                     self._proximal[id(sequence)] = (sequence, part)
 
-    def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss) -> ChunkResult:
+    def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss, updates: int = 0) -> ChunkResult:
         """Add the gradient of ``sum(weight * per-token loss)``; returns sums over the trained tokens."""
         sums: defaultdict[str, float] = defaultdict(float)
         tokens = 0
+        log_ratios: dict[int, torch.Tensor] = {}
         for batch in self._batches(sequences):
             logprobs, entropy = self._trained_logprobs(batch)
             proximal = [self._proximal[id(sequence)][1] for sequence in batch] if loss.needs_proximal else []
+            sampled = self._tensor(np.concatenate([one.logprobs[one.mask] for one in batch]))
+            ratios = (logprobs.detach() - sampled).split(_trained_tokens(batch))
+            log_ratios |= {id(sequence): part for sequence, part in zip(batch, ratios, strict=True)}
             output = loss.per_token(
                 LossInputs(
                     logprobs=logprobs,
-                    sampled_logprobs=self._tensor(np.concatenate([one.logprobs[one.mask] for one in batch])),
+                    sampled_logprobs=sampled,
                     advantages=self._repeated([sequence.advantage for sequence in batch], batch),
                     proximal_logprobs=torch.cat(proximal) if proximal else None,
                     tokens_B=_trained_tokens(batch),
@@ -100,7 +106,14 @@ class TorchModel:
             sums["entropy"] += float(entropy.sum())
             for name, values in output.diagnostics.items():
                 sums[name] += float(values.sum())
-        return ChunkResult(tokens=tokens, sums=dict(sums))
+        input_tokens = sum(len(sequence.tokens) for sequence in sequences)
+        return ChunkResult(
+            tokens=tokens,
+            sums=dict(sums),
+            log_ratios=torch.cat([torch.empty(0), *(log_ratios[id(one)].cpu() for one in sequences)]).numpy(),
+            input_tokens=input_tokens,
+            computed_tokens=input_tokens,
+        )
 
     def optimizer_step(self, settings: OptimizerSettings, divisor: float) -> Mapping[str, float]:
         """Divide the gradient by ``divisor``, clip, step and clear; ``NonFiniteError`` if its norm is not finite."""
@@ -126,8 +139,11 @@ class TorchModel:
         return {"grad_norm": float(norm), "lr": settings.lr}
 
     def discard_gradients(self) -> None:
-        """Forget the gradient and the proximal log-probabilities."""
+        """Forget the gradient."""
         self._optimizer.zero_grad(set_to_none=True)
+
+    def end_step(self) -> None:
+        """Forget what ``prepare_step`` kept."""
         self._proximal.clear()
 
     def save_state(self, directory: Path) -> None:
@@ -202,6 +218,7 @@ class TorchModel:
             tokens=tokens,
             logprobs=np.zeros(len(tokens), dtype=np.float32),
             mask=mask,
+            ages=np.zeros(len(tokens), dtype=np.int32),
             advantage=0.0,
             weight=0.0,
             temperature=temperature,

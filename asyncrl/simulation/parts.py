@@ -22,7 +22,7 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.simulation.cost import Cost, LoadModel, ShuffledRatios
 from asyncrl.simulation.sharing import ProcessorSharing
 from asyncrl.simulation.workload import GroupScript, MemberScript, TurnScript, Workload
-from asyncrl.testing.scripted import ByteRenderer, ScriptedLearner, ScriptedPublisher
+from asyncrl.testing.scripted import ByteRenderer, ScriptedLearner, ScriptedPublisher, chunk_result
 from asyncrl.types import (
     FloatArray,
     IntArray,
@@ -212,11 +212,13 @@ class SimulatedLearner(ScriptedLearner):
         self._training = _TrainerWork(workload.training, station, source, lead)
         self._optimizer = _TrainerWork(workload.optimizer, station, source, lead)
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         """By the number of sequences and trained tokens."""
-        tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
-        await self._training.do(1, len(sequences), tokens)
-        return ChunkResult(tokens=tokens, sums={"loss": 0.0})
+        result = chunk_result(sequences)
+        await self._training.do(1, len(sequences), result.tokens)
+        return result
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
         """Take the time of an optimizer step."""

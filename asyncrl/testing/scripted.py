@@ -32,6 +32,7 @@ __all__ = [
     "ScriptedLearner",
     "ScriptedPublisher",
     "ScriptedSampler",
+    "chunk_result",
     "heavy_tail",
     "scripted_policy",
 ]
@@ -129,6 +130,19 @@ class ScriptedSampler:
         return segment
 
 
+def chunk_result(sequences: Sequence[TrainingSequence], **sums: float) -> ChunkResult:
+    """What a learner reports that shares no prefix and computes the sampler's log-probabilities."""
+    tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
+    input_tokens = sum(len(sequence.tokens) for sequence in sequences)
+    return ChunkResult(
+        tokens=tokens,
+        sums={"loss": 0.0, **sums},
+        log_ratios=np.zeros(tokens, dtype=np.float32),
+        input_tokens=input_tokens,
+        computed_tokens=input_tokens,
+    )
+
+
 class ScriptedLearner:
     """Takes ``train_s`` for each forward-backward pass and ``step_s`` for each optimizer step.
 
@@ -157,15 +171,16 @@ class ScriptedLearner:
     async def close(self) -> None:
         """There is nothing to free."""
 
-    async def prepare_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """No proximal policy is kept."""
+    async def prepare_step(self, sequences: Sequence[TrainingSequence], loss: Any) -> None:
+        """Nothing is computed before a step."""
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         """Remember the sequences."""
         await anyio.sleep(self._train_s)
         self.pending.extend(sequences)
-        tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
-        return ChunkResult(tokens=tokens, sums={"loss": 0.0})
+        return chunk_result(sequences)
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
         """Close the batch and make a version."""
@@ -184,6 +199,9 @@ class ScriptedLearner:
         """Forget the open batch."""
         self.pending.clear()
 
+    async def end_step(self) -> None:
+        """Nothing was computed before the step."""
+
     @property
     def parameters(self) -> str:
         """Hex digest of everything that was trained."""
@@ -191,7 +209,7 @@ class ScriptedLearner:
         for batch, divisor, settings in zip(self.batches, self.divisors, self.settings, strict=True):
             digest = hashlib.sha256(f"{parameters} {divisor!r} {settings!r}".encode())
             for sequence in batch:
-                for array in (sequence.tokens, sequence.logprobs, sequence.mask):
+                for array in (sequence.tokens, sequence.logprobs, sequence.mask, sequence.ages):
                     digest.update(array.tobytes())
                 digest.update(f"{sequence.advantage!r} {sequence.weight!r} {sequence.temperature!r}".encode())
             parameters = digest.hexdigest()

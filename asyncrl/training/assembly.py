@@ -22,8 +22,8 @@ from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
 
 __all__ = ["StepAssembly"]
 
-_Placed: TypeAlias = tuple[int, int, Span]
-"""Tokens ``start <= i < stop`` of a conversation are this span's."""
+_Placed: TypeAlias = tuple[int, int, int, Span]
+"""Tokens ``start <= i < stop`` of a conversation are of this version and span."""
 
 
 class StepAssembly:
@@ -159,7 +159,7 @@ class StepAssembly:
 
     def _sequences(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
         trained_G = [self._trained(member) for member in group.members_G]
-        tokens_G = [sum([stop - start for start, stop, _ in trained]) for trained in trained_G]
+        tokens_G = [sum([stop - start for start, stop, _, _ in trained]) for trained in trained_G]
         group_tokens = sum(tokens_G)
         self._divisor.add(tokens_G)
         self._silent += not any(advantages)
@@ -183,16 +183,19 @@ class StepAssembly:
         self, member: Trajectory, trained: Sequence[_Placed], advantage: float, weight: float
     ) -> TrainingSequence:
         # What follows the last trained token conditions nothing that is trained.
-        _, end, _ = trained[-1]
+        _, end, _, _ = trained[-1]
         mask = np.zeros(end, dtype=np.bool_)
         logprobs = np.zeros(end, dtype=np.float32)
-        for start, stop, span in trained:
+        ages = np.zeros(end, dtype=np.int32)
+        for start, stop, version, span in trained:
             mask[start:stop] = True
             logprobs[start:stop] = span.logprobs
+            ages[start:stop] = self._version - version
         return TrainingSequence(
             tokens=member.tokens()[:end],
             logprobs=logprobs,
             mask=mask,
+            ages=ages,
             advantage=advantage,
             weight=weight,
             temperature=self._temperature,
@@ -206,9 +209,8 @@ class StepAssembly:
             for span in member.spans:
                 stop = start + len(span.tokens)
                 # Nothing but a generated span has a version.
-                young = span.version is not None and self._oldest <= span.version <= self._version
-                if young:
-                    trained.append((start, stop, span))
+                if span.version is not None and self._oldest <= span.version <= self._version:
+                    trained.append((start, stop, span.version, span))
                 elif span.kind is SpanKind.GENERATED:
                     self._require_masked(span, member)
                 start = stop

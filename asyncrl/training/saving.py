@@ -190,12 +190,12 @@ class RunSaver:
 
     async def _replay(self, entry: JournalEntry, learner: Learner, loss: Loss) -> None:
         for chunk in entry.chunks:
-            if loss.needs_proximal:
-                await learner.prepare_step(chunk)
+            await learner.prepare_step(chunk, loss)
             await learner.forward_backward(chunk, loss)
         if entry.settings is not None:
             await learner.optimizer_step(entry.settings, divisor=entry.divisor)
             self._counts["recovery/steps_replayed"] += 1
+        await learner.end_step()
 
     def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
         """The step under way has one more forward-backward pass, over these."""

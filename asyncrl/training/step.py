@@ -115,6 +115,7 @@ class TrainerStep:
             else:
                 with anyio.CancelScope(shield=True):
                     await self._learner.discard_gradients()
+                    await self._learner.end_step()
 
     @property
     def wants_groups(self) -> bool:
@@ -161,6 +162,7 @@ class TrainerStep:
         async with self._written(settings, consumed):
             if settings is not None:
                 self._optimized = await self._learner.optimizer_step(settings, divisor=self._assembly.divisor)
+            await self._learner.end_step()
         # From here to the end of the commit there is no await. Every owner counts the step as made, before anybody is
         # told: an observer may raise.
         version = None if settings is None else run.clock.commit()
@@ -229,8 +231,7 @@ class TrainerStep:
     async def _backward(self, sequences: Sequence[TrainingSequence]) -> None:
         started = anyio.current_time()
         loss = self._options.loss_object
-        if loss.needs_proximal:
-            await self._learner.prepare_step(sequences)
+        await self._learner.prepare_step(sequences, loss)
         result = await self._learner.forward_backward(sequences, loss)
         if not math.isfinite(result.sums.get("loss", 0.0)):
             async with self._written(None, []):

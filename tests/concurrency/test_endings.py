@@ -307,8 +307,8 @@ class _Learner(ScriptedLearner):
     async def close(self) -> None:
         self._fail("close")
 
-    async def forward_backward(self, *args: Any) -> Any:
-        result = await super().forward_backward(*args)
+    async def forward_backward(self, *args: Any, **options: Any) -> Any:
+        result = await super().forward_backward(*args, **options)
         self._fail("forward_backward")
         return result
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -33,9 +35,11 @@ class _FailingLearner(ScriptedLearner):
 
     passes = 0
 
-    async def forward_backward(self, sequences: list[TrainingSequence], loss: object) -> ChunkResult:  # type: ignore[override]
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         self.passes += 1
-        result = await super().forward_backward(sequences, loss)
+        result = await super().forward_backward(sequences, loss, updates=updates)
         if self.passes == 3:
             raise LearnerError("the device fell off the bus")
         return result

@@ -75,8 +75,7 @@ def _gradient(
     )
 
     def train(sequences: Sequence[TrainingSequence]) -> None:
-        if loss.needs_proximal:
-            model.prepare_step(sequences)
+        model.prepare_step(sequences, loss)
         assembly.record(model.forward_backward(sequences, loss))
 
     for chunk in chunks:
@@ -85,6 +84,7 @@ def _gradient(
     gradients = [parameter.grad.flatten() for parameter in model._causal.parameters() if parameter.grad is not None]
     gradient = torch.cat(gradients) / assembly.divisor
     model.discard_gradients()
+    model.end_step()
     return gradient, dict(assembly.losses())
 
 

@@ -18,6 +18,7 @@ SEQUENCE = TrainingSequence(
     tokens=TOKENS,
     logprobs=np.full(5, -3.0, dtype=np.float32),
     mask=np.array([False, False, True, True, True]),
+    ages=np.zeros(5, dtype=np.int32),
     advantage=1.0,
     weight=1.0,
 )
@@ -31,10 +32,12 @@ async def test_a_whole_step_through_the_protocol(model_path: Path, tmp_path: Pat
     await learner.open()
     try:
         before = await learner.logprobs(TOKENS, start=2, temperature=1.0)
-        await learner.prepare_step([SEQUENCE])
+        await learner.prepare_step([SEQUENCE], DecoupledPPO())
         result = await learner.forward_backward([SEQUENCE], DecoupledPPO())
-        assert result.tokens == 3
+        assert (result.tokens, result.input_tokens, result.computed_tokens) == (3, 5, 5)
+        np.testing.assert_allclose(result.log_ratios, before + 3.0, atol=1e-5)
         report = await learner.optimizer_step(SETTINGS, divisor=3.0)
+        await learner.end_step()
         assert report["lr"] == 1e-2
         assert report["grad_norm"] > 0
         assert (await learner.logprobs(TOKENS, start=2, temperature=1.0)).sum() > before.sum()

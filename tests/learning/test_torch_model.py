@@ -46,7 +46,13 @@ def test_logprobs_equal_those_of_all_logits(trained: TorchModel, model_path: Pat
     tokens = ids(3, 1, 4, 1, 5, 9)
     (sequence,) = random_sequences(0, 1)
     sequence = TrainingSequence(
-        tokens=tokens, logprobs=sequence.logprobs, mask=sequence.mask, advantage=1, weight=1, temperature=temperature
+        tokens=tokens,
+        logprobs=sequence.logprobs,
+        mask=sequence.mask,
+        ages=sequence.ages,
+        advantage=1,
+        weight=1,
+        temperature=temperature,
     )
     with torch.no_grad():
         expected = full_logprobs(reference_model(model_path), sequence).numpy()
@@ -128,6 +134,7 @@ def test_sequences_without_trained_tokens_change_nothing(trained: TorchModel) ->
         tokens=sequence.tokens,
         logprobs=sequence.logprobs,
         mask=np.zeros(len(sequence.tokens), dtype=np.bool_),
+        ages=np.zeros(len(sequence.tokens), dtype=np.int32),
         advantage=1.0,
         weight=1.0,
     )
@@ -199,7 +206,7 @@ def test_the_proximal_policy_is_that_of_the_step_s_start(model_path: Path) -> No
     """Kept for each sequence, whatever chunk and micro-batch it comes in, and forgotten after the step."""
     model = load(model_path, micro_batch_tokens=30)
     sequences = random_sequences(8)
-    model.prepare_step(sequences)
+    model.prepare_step(sequences, DecoupledPPO())
     plain = load(model_path)
     expected = plain.forward_backward(sequences, CISPO(eps_max=5.0))
     # At the step's start the inner ratio is 1, and what is left is CISPO with the cap of the behaviour weight.
@@ -208,6 +215,8 @@ def test_the_proximal_policy_is_that_of_the_step_s_start(model_path: Path) -> No
     assert sum(result.tokens for result in found) == expected.tokens
     assert sum(result.sums["ratio"] for result in found) == pytest.approx(expected.sums["ratio"], rel=1e-4)
     model.optimizer_step(adam_settings(), 10.0)
+    model.forward_backward(sequences, DecoupledPPO())
+    model.end_step()
     with pytest.raises(KeyError):
         model.forward_backward(sequences, DecoupledPPO())
 
@@ -293,6 +302,7 @@ def test_it_learns_a_bandit(model_path: Path, lora: LoraConfig | None) -> None:
                 tokens=ids(1, arm),
                 logprobs=np.log([1.0, policy[arm]]).astype(np.float32),
                 mask=np.array([False, True]),
+                ages=np.zeros(2, dtype=np.int32),
                 advantage=float(reward - rewards.mean()),
                 weight=1.0,
             )

@@ -122,11 +122,11 @@ async def test_replaying_the_journal_gives_the_same_bits(
 
     async def step(learner: TorchLearner, entry: JournalEntry) -> None:
         for chunk in entry.chunks:
-            if loss.needs_proximal:
-                await learner.prepare_step(chunk)
+            await learner.prepare_step(chunk, loss)
             await learner.forward_backward(chunk, loss)
         assert entry.settings is not None
         await learner.optimizer_step(entry.settings, divisor=entry.divisor)
+        await learner.end_step()
 
     whole, resumed = (TorchLearner(model_path, device="cpu", **options) for _ in range(2))
     await whole.open()

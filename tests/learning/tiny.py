@@ -88,6 +88,7 @@ def random_sequences(seed: int, count: int = 6, *, weight: float = 1.0) -> list[
                 tokens=chance.integers(0, 32, length).astype(np.int32),
                 logprobs=np.where(mask, chance.normal(-3, 0.5, length), -np.inf).astype(np.float32),
                 mask=mask,
+                ages=np.zeros(length, dtype=np.int32),
                 advantage=float(chance.normal()),
                 weight=weight,
                 temperature=float(chance.choice([0.6, 1.0, 1.3])),

@@ -267,6 +267,7 @@ def test_sequences_come_back_to_the_last_bit(tmp_path: Path) -> None:
             tokens=draw.integers(0, 99, length).astype(np.int32),
             logprobs=draw.random(length).astype(np.float32),
             mask=draw.random(length) < 0.5,
+            ages=draw.integers(0, 3, length).astype(np.int32),
             advantage=float(draw.random()) / 3,
             weight=1 / length,
             temperature=0.7,
@@ -279,7 +280,7 @@ def test_sequences_come_back_to_the_last_bit(tmp_path: Path) -> None:
     chunks = journal.read(1).chunks
     assert [len(chunk) for chunk in chunks] == [2, 1]
     for ours, theirs in zip(sequences, [*chunks[0], *chunks[1]], strict=True):
-        for name in ("tokens", "logprobs", "mask"):
+        for name in ("tokens", "logprobs", "mask", "ages"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))
             assert getattr(ours, name).dtype == getattr(theirs, name).dtype
         for name in ("advantage", "weight", "temperature"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -64,8 +65,10 @@ class _Summing(ScriptedLearner):
         self.gradient: npt.NDArray[np.float64] = np.zeros(3)
         self.gradients: list[npt.NDArray[np.float64]] = []
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
-        result = await super().forward_backward(sequences, loss)
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
+        result = await super().forward_backward(sequences, loss, updates=updates)
         value = 0.0
         for sequence in sequences:
             token = sequence.tokens[sequence.mask].astype(np.float64)
@@ -73,7 +76,7 @@ class _Summing(ScriptedLearner):
             factor = sequence.weight * sequence.advantage
             self.gradient += factor * np.stack([np.cos(token), np.sin(token / 7), logprob]).sum(axis=1)
             value -= factor * float(logprob.sum())
-        return ChunkResult(tokens=result.tokens, sums={"loss": value})
+        return replace(result, sums={"loss": value})
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
         self.gradients.append(self.gradient / divisor)

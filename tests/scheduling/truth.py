@@ -20,6 +20,7 @@ from asyncrl.rollout.renderer import ParsedTurn
 from asyncrl.rollout.tools import Tool
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.testing import END, ByteRenderer, ScriptedLearner, ScriptedPublisher, ScriptedSampler
+from asyncrl.testing.scripted import chunk_result
 from asyncrl.types import IntArray, Segment
 
 __all__ = ["Dispatch", "NumberRenderer", "Trained", "TrueLearner", "TruePublisher", "TrueSampler", "spelled"]
@@ -159,14 +160,16 @@ class TrueLearner(ScriptedLearner):
         super().__init__(train_s=train_s, step_s=step_s)
         self.trained: list[Trained] = []
 
-    async def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Any) -> ChunkResult:
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
         self.pending.extend(sequences)
         for sequence in sequences:
             sampled, owners = spelled(sequence.tokens[sequence.mask])
             [(group, member)] = owners
             self.trained.append(Trained(version=self.version, group=group, member=member, sampled=frozenset(sampled)))
         await anyio.sleep(self._train_s)
-        return ChunkResult(tokens=sum(int(sequence.mask.sum()) for sequence in sequences), sums={"loss": 0.0})
+        return chunk_result(sequences)
 
     async def optimizer_step(self, settings: OptimizerSettings, *, divisor: float) -> Mapping[str, float]:
         assert self.pending

@@ -62,7 +62,8 @@ async def _step(learner: Learner) -> None:
     """Learn to say the prompt."""
     mask = np.arange(len(PROMPT)) > 0
     zeros = np.zeros(len(PROMPT), dtype=np.float32)
-    sequence = TrainingSequence(tokens=PROMPT, logprobs=zeros, mask=mask, advantage=1.0, weight=1.0)
+    ages = np.zeros(len(PROMPT), dtype=np.int32)
+    sequence = TrainingSequence(tokens=PROMPT, logprobs=zeros, mask=mask, ages=ages, advantage=1.0, weight=1.0)
     await learner.forward_backward([sequence], loss_from("policy_gradient"))
     adam = OptimizerSettings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=None)
     await learner.optimizer_step(adam, divisor=float(mask.sum()))

@@ -130,6 +130,11 @@ def _random_groups(seed: int) -> list[Group]:
     ]
 
 
+def _result(tokens: int, **sums: float) -> ChunkResult:
+    log_ratios = np.zeros(tokens, dtype=np.float32)
+    return ChunkResult(tokens=tokens, sums=sums, log_ratios=log_ratios, input_tokens=9, computed_tokens=9)
+
+
 def _factors(assembly: StepAssembly, chunks: Sequence[Sequence[Group]]) -> dict[int, float]:
     """First token of each trained trajectory -> what the loss of its tokens is multiplied with in the end."""
     sequences: list[TrainingSequence] = []
@@ -320,8 +325,8 @@ def test_losses_are_means_over_the_step() -> None:
     """The weighted loss over the divisor, the other sums over the trained tokens of all chunks."""
     assembly = _assembly(GroupCentered())
     assembly.add([_group(0, _member(1.0), _member(0.0)), _group(1, _member(1.0), _member(1.0))])
-    assembly.record(ChunkResult(tokens=1, sums={"loss": 4.0, "kl": 1.0}))
-    assembly.record(ChunkResult(tokens=3, sums={"loss": 12.0, "kl": 2.0}))
+    assembly.record(_result(1, loss=4.0, kl=1.0))
+    assembly.record(_result(3, loss=12.0, kl=2.0))
     assert assembly.has_gradient
     assert assembly.losses() == {"loss": 2.0, "kl": 0.75}
 
@@ -354,3 +359,14 @@ def test_untrained_tokens_are_wasted_but_not_twice() -> None:
     sequences = list(chain.from_iterable(assembly.finish()))
     assert len(sequences) == 1
     assert assembly.wasted_tokens == 7 + 3
+
+
+def test_the_age_of_a_token_is_counted_from_the_step_s_version() -> None:
+    """Span by span; 0 where nothing is trained."""
+    member = _member(1.0, version=3)
+    member.append(_span(SpanKind.PROMPT, 1))
+    member.append(_span(SpanKind.GENERATED, 20, version=5))
+    assembly = _assembly(GroupCentered(), version=5, max_staleness=2)
+    (sequence, _) = assembly.add([_group(0, member, _member(0.0, version=4))])
+    assert sequence.ages.tolist() == [0, 2, 2, 0, 0]
+    assert sequence.ages.dtype == np.int32
