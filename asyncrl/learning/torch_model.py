@@ -70,7 +70,7 @@ class TorchModel:
 
     def prepare_step(self, sequences: Sequence[TrainingSequence], loss: Loss) -> None:
         """Keep the log-probabilities of these sequences as they are now, if ``loss`` needs them."""
-        if not loss.needs_proximal:
+        if not loss.token_data:
             return
         with torch.no_grad():
             for batch in self._batches(sequences):
@@ -86,7 +86,7 @@ class TorchModel:
         log_ratios: dict[int, torch.Tensor] = {}
         for batch in self._batches(sequences):
             logprobs, entropy = self._trained_logprobs(batch)
-            proximal = [self._proximal[id(sequence)][1] for sequence in batch] if loss.needs_proximal else []
+            proximal = [self._proximal[id(sequence)][1] for sequence in batch] if loss.token_data else []
             sampled = self._tensor(np.concatenate([one.logprobs[one.mask] for one in batch]))
             ratios = (logprobs.detach() - sampled).split(_trained_tokens(batch))
             log_ratios |= {id(sequence): part for sequence, part in zip(batch, ratios, strict=True)}
@@ -95,8 +95,10 @@ class TorchModel:
                     logprobs=logprobs,
                     sampled_logprobs=sampled,
                     advantages=self._repeated([sequence.advantage for sequence in batch], batch),
-                    proximal_logprobs=torch.cat(proximal) if proximal else None,
+                    ages=self._tensor(np.concatenate([one.ages[one.mask] for one in batch])),
                     tokens_B=_trained_tokens(batch),
+                    updates=updates,
+                    data={"proximal": torch.cat(proximal)} if proximal else {},
                 )
             )
             weighted = (output.loss * self._repeated([sequence.weight for sequence in batch], batch)).sum()

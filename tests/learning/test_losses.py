@@ -17,6 +17,7 @@ from asyncrl.learning.losses import (
     LossInputs,
     LossOutput,
     PolicyGradient,
+    Proximal,
     loss_from,
 )
 
@@ -69,7 +70,13 @@ def _evaluate(loss: Loss, *points: Point, dtype: torch.dtype = torch.float64) ->
     ).T
     logp = logp.clone().requires_grad_()
     output = loss.per_token(
-        LossInputs(logprobs=logp, sampled_logprobs=mu, advantages=advantages, proximal_logprobs=proximal)
+        LossInputs(
+            logprobs=logp,
+            sampled_logprobs=mu,
+            advantages=advantages,
+            ages=torch.ones(len(points)),
+            data={"proximal": proximal},
+        )
     )
     (gradient,) = torch.autograd.grad(output.loss.sum(), logp)
     return output, gradient
@@ -157,10 +164,10 @@ def test_diagnostics_carry_no_gradient() -> None:
 
 def test_only_the_decoupled_loss_needs_the_proximal_policy() -> None:
     """And it says so instead of training without."""
-    assert [loss.needs_proximal for loss in ALL] == [False, False, True, False, False]
+    assert [loss.token_data for loss in ALL] == [(), (), (Proximal(),), (), ()]
     zero = torch.zeros(1)
-    with pytest.raises(ValueError, match="proximal"):
-        DecoupledPPO().per_token(LossInputs(logprobs=zero, sampled_logprobs=zero, advantages=zero))
+    with pytest.raises(KeyError, match="proximal"):
+        DecoupledPPO().per_token(LossInputs(logprobs=zero, sampled_logprobs=zero, advantages=zero, ages=zero))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,10 @@ def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path
         sampled = torch.from_numpy(sequence.logprobs[1:])[mask]
         output = CISPO().per_token(
             LossInputs(
-                logprobs=logprobs, sampled_logprobs=sampled, advantages=torch.full_like(sampled, sequence.advantage)
+                logprobs=logprobs,
+                sampled_logprobs=sampled,
+                advantages=torch.full_like(sampled, sequence.advantage),
+                ages=torch.zeros(len(sampled)),
             )
         )
         (output.loss.sum() * sequence.weight).backward()
@@ -90,7 +93,7 @@ def test_the_gradient_equals_a_plain_computation(trained: TorchModel, model_path
 class _WholeSequences:
     """-A exp(mean of logp - mu): one ratio for each sequence, as in arXiv 2507.18071 without the clip."""
 
-    needs_proximal = False
+    token_data = ()
     diagnostics = ()
 
     def __init__(self) -> None:
