@@ -10,6 +10,7 @@ pyproject.toml, so that ``pytest`` alone is what CI runs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import sys
@@ -43,6 +44,15 @@ def pytest_configure() -> None:
     The models are tiny, and two threads that spin on a shared core are slower than one that works.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Some hundred processes import torch; where nothing compiled is kept, each of them compiles it again, for seconds.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now lives to the end: a full collection that looked at it again would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -517,8 +517,11 @@ def test_an_error_in_a_function_of_the_caller_ends_the_run_with_that() -> None:
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
-def test_a_coroutine_that_an_abandoned_thread_returns_is_closed(abandoned: bool) -> None:
+def test_a_coroutine_that_an_abandoned_thread_returns_is_closed(
+    abandoned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plain function may return one; after its caller was cancelled nobody awaits it, and Python would warn."""
+    monkeypatch.setattr("asyncrl.concurrency.threads._IDLE_S", 0.001)
     go, begun = threading.Event(), threading.Event()
     made: list[Any] = []
     threads: list[threading.Thread] = []

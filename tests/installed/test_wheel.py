@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from email.parser import Parser
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def test_the_wheel_has_the_recipes_and_nothing_of_the_tests(asyncrl: Installed) 
     assert (asyncrl.site / "asyncrl" / "envs" / "guess_number" / "recipe.toml").is_file()
     assert (asyncrl.site / "asyncrl" / "__init__.pyi").is_file()
     assert not (asyncrl.site / "tests").exists()
-    assert not list(asyncrl.site.rglob("__pycache__"))
+    [wheel] = asyncrl.site.parent.glob("*.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "__pycache__" in name]
 
 
 def test_the_wheel_says_what_it_is(asyncrl: Installed) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -44,9 +45,16 @@ async def test_a_callback_that_holds_the_loop_is_seen(monkeypatch: pytest.Monkey
     assert lag.take()["loop/lag_max_seconds"] == pytest.approx(0.25)
 
 
+@pytest.fixture(autouse=True)
+def heap_of_a_program() -> Iterator[None]:
+    """Nothing is frozen, unlike in other tests."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 async def test_what_exists_is_not_collected_again_during_a_run() -> None:
     """And it is afterwards; a heap that somebody else froze stays as it is."""
-    gc.unfreeze()
     with settled_heap():
         assert gc.get_freeze_count() > 0
         with settled_heap():
