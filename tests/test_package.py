@@ -44,7 +44,13 @@ MOST_ROOMS, MOST_FLOORS = 22, 12
 PURE = ("types", "errors", "events", "plain", "scheduling.rules", "sampling.base", "learning.base", "publishing.base")
 # Values and rules.
 HEAVY = {"torch", "transformers", "peft"}
-TORCH_MODULES = ("asyncrl.learning.torch_", "asyncrl.publishing.torch_", "asyncrl.servers.embedded.")
+TORCH_MODULES = (
+    "asyncrl.learning.torch_",
+    "asyncrl.learning.losshead",
+    "asyncrl.learning.losstiles",
+    "asyncrl.publishing.torch_",
+    "asyncrl.servers.embedded.",
+)
 BANNED = {"create_task", "ensure_future", "gather", "wait", "wait_for", "shield", "Queue"}
 # iteration.py holds the one task that no task group starts, and says why.
 TASK_STARTERS = {"asyncrl.concurrency.iteration"}
