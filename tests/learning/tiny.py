@@ -29,6 +29,7 @@ __all__ = [
     "parameters_of",
     "random_sequences",
     "reference_model",
+    "sequence_of",
     "train_step",
 ]
 
@@ -95,6 +96,22 @@ def random_sequences(seed: int, count: int = 6, *, weight: float = 1.0) -> list[
             )
         )
     return sequences
+
+
+def sequence_of(
+    text: str, *, trained: Sequence[int] | None = None, advantage: float = 1.0, temperature: float = 1.0
+) -> TrainingSequence:
+    """A token for each character of ``text``; all but the first are trained, or those at ``trained``."""
+    mask = np.zeros(len(text), dtype=np.bool_)
+    mask[list(range(1, len(text)) if trained is None else trained)] = True
+    return TrainingSequence(
+        tokens=np.array([ord(character) for character in text], dtype=np.int32),
+        logprobs=np.zeros(len(text), dtype=np.float32),
+        mask=mask,
+        advantage=advantage,
+        weight=1.0,
+        temperature=temperature,
+    )
 
 
 def full_logprobs(reference: Any, sequence: TrainingSequence) -> torch.Tensor:
