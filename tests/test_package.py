@@ -48,6 +48,13 @@ TORCH_MODULES = (
     "asyncrl.learning.torch_",
     "asyncrl.learning.losshead",
     "asyncrl.learning.losstiles",
+    "asyncrl.learning.masters",
+    "asyncrl.learning.modelexport",
+    "asyncrl.learning.modelloading",
+    "asyncrl.learning.policymodule",
+    "asyncrl.learning.sharing",
+    "asyncrl.learning.tokendata",
+    "asyncrl.learning.treeattention",
     "asyncrl.publishing.torch_",
     "asyncrl.servers.embedded.",
 )

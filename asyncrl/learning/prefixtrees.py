@@ -16,7 +16,7 @@ and no input. Equal targets at the same place are computed once, however many se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -97,31 +97,40 @@ class _Input:
     sequence: TrainingSequence
 
 
-def passes(sequences: Sequence[TrainingSequence], max_tokens: int) -> list[Pass]:
+def passes(sequences: Sequence[TrainingSequence], max_tokens: int, *, longest: int | None = None) -> list[Pass]:
     """All trained tokens of ``sequences``, in passes of at most ``max_tokens`` unique tokens; the costliest first.
 
     So a pass that does not fit into memory fails at once. A tree that is larger is cut between leaves, and what they
     share is computed in both parts. A sequence that is longer by itself has a pass of its own. Deterministic.
+    Sequences of more than ``longest`` tokens are not shared, but rows (see ``row_passes``).
     """
-    inputs = sorted(_inputs(sequences), key=lambda one: (one.tokens.astype(">u4").tobytes(), one.index))
-    shared = [0, *(_common(one.tokens, other.tokens) for one, other in pairwise(inputs))]
-    lengths = [len(one.tokens) for one in inputs]
-    cuts = _cuts(np.array(lengths), np.array(shared), max_tokens)
-    return _costliest_first(
-        _tree_pass(inputs[start:stop], [0, *shared[start + 1 : stop]]) for start, stop in pairwise(cuts)
-    )
+    inputs = _inputs(sequences)
+    trees = [one for one in inputs if longest is None or len(one.tokens) <= longest]
+    rows = [one for one in inputs if longest is not None and len(one.tokens) > longest]
+    return _costliest_first([*_tree_passes(trees, max_tokens), *_row_passes(rows, max_tokens)])
 
 
 def row_passes(sequences: Sequence[TrainingSequence], max_tokens: int) -> list[Pass]:
     """The same without sharing: rows of similar length, padded on the right, at most ``max_tokens`` with padding."""
-    inputs = sorted(_inputs(sequences), key=lambda one: (-len(one.tokens), one.index))
+    return _costliest_first(_row_passes(_inputs(sequences), max_tokens))
+
+
+def _tree_passes(inputs: Sequence[_Input], max_tokens: int) -> Iterator[Pass]:
+    inputs = sorted(inputs, key=lambda one: (one.tokens.astype(">u4").tobytes(), one.index))
+    shared = [0, *(_common(one.tokens, other.tokens) for one, other in pairwise(inputs))][: len(inputs)]
+    lengths = [len(one.tokens) for one in inputs]
+    for start, stop in pairwise(_cuts(np.array(lengths), np.array(shared), max_tokens)):
+        yield _tree_pass(inputs[start:stop], [0, *shared[start + 1 : stop]])
+
+
+def _row_passes(inputs: Sequence[_Input], max_tokens: int) -> Iterator[Pass]:
     parts: list[list[_Input]] = []
-    for one in inputs:
+    for one in sorted(inputs, key=lambda one: (-len(one.tokens), one.index)):
         if parts and len(parts[-1][0].tokens) * (len(parts[-1]) + 1) <= max_tokens:
             parts[-1].append(one)
         else:
             parts.append([one])
-    return _costliest_first(_row_pass(part) for part in parts)
+    return map(_row_pass, parts)
 
 
 def _costliest_first(found: Iterable[Pass]) -> list[Pass]:

@@ -103,6 +103,7 @@ def _drawn(draw: st.DrawFn) -> TrainingSequence:
         tokens=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), dtype=np.int32),
         logprobs=np.zeros(length, dtype=np.float32),
         mask=mask,
+        ages=np.zeros(len(mask), dtype=np.int32),
         advantage=0.0,
         weight=1.0,
         temperature=draw(st.sampled_from([1.0, 0.5])),

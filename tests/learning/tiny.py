@@ -108,6 +108,7 @@ def sequence_of(
         tokens=np.array([ord(character) for character in text], dtype=np.int32),
         logprobs=np.zeros(len(text), dtype=np.float32),
         mask=mask,
+        ages=np.zeros(len(mask), dtype=np.int32),
         advantage=advantage,
         weight=1.0,
         temperature=temperature,
