@@ -5,7 +5,7 @@ from .errors import InfrastructureError
 from .learning.advantages import Batchwise, GroupCentered
 from .learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
 from .learning.modelfolder import find_model
-from .learning.options import Adam, LoraConfig, cosine
+from .learning.options import Adam, LoraConfig, constant, cosine, linear
 from .learning.torch_learner import TorchLearner
 from .publishing.policy import Policy
 from .rollout.budget import Budget
@@ -59,9 +59,11 @@ __all__ = [
     "Trajectory",
     "Truncation",
     "TurnResult",
+    "constant",
     "cosine",
     "find_model",
     "in_process",
+    "linear",
     "load_rows",
     "run",
     "tool",

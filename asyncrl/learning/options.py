@@ -6,12 +6,12 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.learning.base import OptimizerSettings
 
-__all__ = ["Adam", "Cosine", "LearningRateSchedule", "LoraConfig", "cosine"]
+__all__ = ["Adam", "LearningRateSchedule", "LoraConfig", "RateCurve", "constant", "cosine", "linear"]
 
 _FROZEN = frozenset({"embed_tokens", "lm_head"})
 _USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -26,12 +26,13 @@ class LearningRateSchedule(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine:
-    """Linear warm-up over ``warmup`` steps, then half a cosine down to ``floor``.
+class RateCurve:
+    """Linear warm-up over ``warmup`` steps, then constant, or down to ``floor`` in a line or half a cosine.
 
     The floor is where the step after the last one would be, so that every step has a rate above 0, also with floor 0.
     """
 
+    kind: Literal["constant", "linear", "cosine"]
     warmup: int = 0
     floor: float = 0.0
 
@@ -45,16 +46,40 @@ class Cosine:
         if n < self.warmup:
             return (n + 1) / self.warmup
         progress = max(0, min(n, steps - 1) - self.warmup) / max(1, steps - self.warmup)
-        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+        match self.kind:
+            case "constant":
+                left = 1.0
+            case "linear":
+                left = 1 - progress
+            case "cosine":
+                left = (1 + math.cos(math.pi * progress)) / 2
+        return self.floor + (1 - self.floor) * left
 
 
-def cosine(*, warmup: int = 0, floor: float = 0.0) -> Cosine:
-    """The cosine schedule for ``Adam(schedule=..)``.
+def constant(*, warmup: int = 0) -> RateCurve:
+    """The same learning rate in every step, for ``Adam(schedule=..)``.
 
     ``warmup``: steps in which the learning rate rises from near 0 to ``lr``.
-    ``floor``: the least learning rate that the cosine goes down to, as a part of ``lr``.
     """
-    return Cosine(warmup=warmup, floor=floor)
+    return RateCurve(kind="constant", warmup=warmup)
+
+
+def linear(*, warmup: int = 0, floor: float = 0.0) -> RateCurve:
+    """A learning rate that falls in a straight line, for ``Adam(schedule=..)``.
+
+    ``warmup``: steps in which the learning rate rises from near 0 to ``lr``.
+    ``floor``: the least learning rate that the line goes down to, as a part of ``lr``.
+    """
+    return RateCurve(kind="linear", warmup=warmup, floor=floor)
+
+
+def cosine(*, warmup: int = 0, floor: float = 0.0) -> RateCurve:
+    """A learning rate that falls as half a cosine, for ``Adam(schedule=..)``.
+
+    ``warmup``: steps in which the learning rate rises from near 0 to ``lr``.
+    ``floor``: the least learning rate that the schedule goes down to, as a part of ``lr``.
+    """
+    return RateCurve(kind="cosine", warmup=warmup, floor=floor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +100,7 @@ class Adam:
     grad_clip_norm: float | None = None
     """Largest norm of the whole gradient; None does not clip."""
     schedule: LearningRateSchedule | None = None
-    """None keeps ``lr`` constant."""
+    """``constant``, ``linear``, ``cosine`` or a function of your own; None keeps ``lr`` constant."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:

@@ -21,7 +21,7 @@ from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.learning.advantages import Batchwise, GroupCentered
 from asyncrl.learning.losses import loss_from
-from asyncrl.learning.options import Adam, cosine
+from asyncrl.learning.options import Adam, constant, cosine, linear
 from asyncrl.learning.torch_learner import TorchLearner
 from asyncrl.observe.kept import KeptRollouts
 from asyncrl.plain import shown
@@ -158,8 +158,8 @@ class RunFolder:
 class Choices:
     """Keys of several sections that only a recipe has: in Python one passes another object, or none."""
 
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Of the learning rate: the same in every step, or a warm-up and then half a cosine (``warmup``, ``floor``)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate: after the ``warmup`` it stays, or falls to ``floor`` in a line or half a cosine."""
     kind: Literal["group_centered", "batchwise"] = "group_centered"
     """What a reward is compared with: the mean of its group (GRPO), or of the whole batch."""
     enabled: bool = True
@@ -316,11 +316,12 @@ def _read_advantage(table: Table) -> GroupCentered | Batchwise:
 
 def _read_optimizer(tables: Table) -> Adam:
     adam, shape, shapes = _read(tables, "optimizer")
-    if shapes["schedule"] == "cosine":
-        return Adam(**adam, schedule=cosine(**shape))
-    if any(shape.values()):
-        raise ConfigError.for_value("optimizer.schedule", "constant", "'cosine' if warmup or floor is set")
-    return Adam(**adam)
+    if shapes["schedule"] != "constant":
+        falling = linear if shapes["schedule"] == "linear" else cosine
+        return Adam(**adam, schedule=falling(**shape))
+    if shape["floor"]:
+        raise ConfigError.for_value("optimizer.schedule", "constant", "'linear' or 'cosine' if floor is set")
+    return Adam(**adam, schedule=constant(warmup=shape["warmup"]) if shape["warmup"] else None)
 
 
 def _read_sampler(tables: Table) -> tuple[Servers, Keywords, Keywords]:

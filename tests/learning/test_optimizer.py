@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError
 from asyncrl.learning.base import OptimizerSettings
-from asyncrl.learning.options import Adam, cosine
+from asyncrl.learning.options import Adam, RateCurve, constant, cosine, linear
 from asyncrl.testing import ByteRenderer, scripted_policy
 from tests.faults.case import One
 
@@ -29,12 +31,28 @@ def test_cosine_falls_from_one_to_the_floor() -> None:
     assert cosine()(99_999, 100_000) < 1e-9
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 7, 1000])
-@pytest.mark.parametrize("steps", [1, 2, 3, 8, 9, 500])
-def test_every_step_has_a_learning_rate(steps: int, warmup: int, floor: float) -> None:
+def test_linear_falls_from_one_to_the_floor() -> None:
+    """In equal parts; the floor is where one more step would be."""
+    assert [linear(floor=0.2)(n, 4) for n in range(4)] == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert [linear()(n, 2) for n in range(4)] == [1.0, 0.5, 0.5, 0.5]
+
+
+def test_constant_stays_after_its_warm_up() -> None:
+    """To the end and beyond."""
+    assert [constant(warmup=2)(n, 4) for n in range(6)] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@given(
+    kind=st.sampled_from(["constant", "linear", "cosine"]),
+    steps=st.integers(1, 300),
+    warmup=st.integers(0, 400),
+    floor=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_every_step_has_a_learning_rate(
+    kind: Literal["constant", "linear", "cosine"], steps: int, warmup: int, floor: float
+) -> None:
     """Above 0 and at most the full one, rising and then falling, also for steps that a longer run took before."""
-    adam = Adam(lr=0.5, schedule=cosine(warmup=warmup, floor=floor))
+    adam = Adam(lr=0.5, schedule=RateCurve(kind=kind, warmup=warmup, floor=floor))
     adam.check_schedule(steps)
     rates = [adam.settings(n, steps).lr for n in range(steps + 3)]
     assert all(0 < rate <= 0.5 for rate in rates)

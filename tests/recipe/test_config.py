@@ -135,6 +135,18 @@ log = "json"
     assert recipe.tables["run"] == {"log": "json"}
 
 
+def test_learning_rate_schedules_by_name(tmp_path: Path) -> None:
+    """Each with its keys; a constant rate needs no object, and no floor."""
+    named = [
+        (["optimizer.schedule=linear", "optimizer.floor=0.5"], rl.linear(floor=0.5)),
+        (["optimizer.schedule=cosine"], rl.cosine()),
+        (["optimizer.warmup=3"], rl.constant(warmup=3)),
+        ([], None),
+    ]
+    for overrides, schedule in named:
+        assert _load(tmp_path, RECIPE, *overrides).trainer["optimizer"].schedule == schedule
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -152,7 +164,8 @@ log = "json"
         ),
         (["optimizer.lr=fast"], "optimizer.lr is 'fast'"),
         (["optimizer.warmap=3"], "optimizer: unknown key 'warmap'; did you mean 'warmup'?"),
-        (["optimizer.warmup=3"], "optimizer.schedule is 'constant', but must be 'cosine'"),
+        (["optimizer.floor=0.1"], "optimizer.schedule is 'constant', but must be 'linear' or 'cosine' if floor is set"),
+        (["optimizer.schedule=linaer"], "optimizer.schedule is 'linaer'"),
         (["advantage.kind=gae"], "advantage.kind is 'gae', but must be one of 'group_centered', 'batchwise'"),
         (["advantage.standardise=true"], "advantage: unknown key 'standardise'; did you mean 'standardize'?"),
         (["model.source=env.py:build"], "exactly one of path"),
