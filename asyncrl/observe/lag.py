@@ -144,7 +144,7 @@ def settled_heap() -> Iterator[None]:
     them again holds the loop for tenths of a second. Young objects are looked at less often. If the program froze its
     heap itself, nothing is changed; on a virtual clock there is nothing to hold.
     """
-    if gc.get_freeze_count() or _is_virtual():
+    if _is_virtual() or gc.get_freeze_count():  # in this order: the count is a walk over what is frozen
         yield
         return
     thresholds = gc.get_threshold()
