@@ -3,7 +3,20 @@
 from .checkpoint.options import Checkpointing
 from .errors import InfrastructureError
 from .learning.advantages import Batchwise, GroupCentered
-from .learning.losses import CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient
+from .learning.losses import (
+    CISPO,
+    DPPO,
+    GSPO,
+    PPO,
+    SAPO,
+    Correction,
+    DecoupledPPO,
+    GeometricMean,
+    IcePop,
+    ImportanceSampling,
+    KLPenalty,
+    PolicyGradient,
+)
 from .learning.modelfolder import find_model
 from .learning.options import Adam, LoraConfig, constant, cosine, linear
 from .learning.torch_learner import TorchLearner
@@ -29,12 +42,16 @@ __version__: str
 
 __all__ = [
     "CISPO",
+    "DPPO",
+    "GSPO",
     "PPO",
+    "SAPO",
     "Adam",
     "AsyncTrainer",
     "Batchwise",
     "Budget",
     "Checkpointing",
+    "Correction",
     "DecoupledPPO",
     "DnsSource",
     "Env",
@@ -42,10 +59,13 @@ __all__ = [
     "Failures",
     "FileSource",
     "ForwardBackwardBatch",
+    "GeometricMean",
     "GroupCentered",
     "GroupCompletion",
+    "IcePop",
     "ImportanceSampling",
     "InfrastructureError",
+    "KLPenalty",
     "KVCache",
     "LoraConfig",
     "Policy",

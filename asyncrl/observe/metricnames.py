@@ -86,6 +86,13 @@ loss/ratio | ratio | Mean importance ratio: probability of a token now, divided 
     is healthy.
 loss/kl | nats per token | Estimated distance between the policy that sampled and the one that is trained.
 loss/clipped_frac | fraction | Tokens whose ratio reached the loss's bound.
+loss/masked_frac | fraction | Tokens that the loss or its correction gave no gradient; 0 if it masks none.
+loss/truncated_frac | fraction | Tokens whose weight met a bound of trainer.correction.
+loss/vetoed_frac | fraction | Tokens of sequences that trainer.correction dropped for one outlier.
+loss/sequence_ratio | ratio | gspo, geometric_mean: mean importance ratio of a sequence.
+loss/divergence | probability or nats | dppo: mean distance between sampler and learner at the sampled token.
+loss/gate | fraction | sapo: how far the gate is open; 1 on policy.
+loss/reference_kl | nats per token | Estimated distance to the model that training began from, with trainer.kl.
 loss/behaviour_weight | weight | decoupled_ppo: mean weight that corrects for age.
 loss/behaviour_capped_frac | fraction | decoupled_ppo: tokens whose weight reached its cap.
 optimizer/lr | learning rate | Of this step.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Literal
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.events import Events
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
-from asyncrl.learning.losses import Loss, Normalize, loss_from
+from asyncrl.learning.losses import Correction, KLPenalty, Loss, Normalize, compose, loss_from
 from asyncrl.learning.options import Adam
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.scheduling.rules import (
@@ -49,6 +50,8 @@ class TrainingOptions:
     advantage: Advantage = field(default_factory=GroupCentered)
     completion: GroupCompletion = field(default_factory=GroupCompletion)
     loss: str | Loss = "cispo"
+    correction: Correction | None = None
+    kl: KLPenalty | None = None
     normalize: Normalize = "token"
     stale_policy: StalePolicy = "wait"
     batch_order: BatchOrder = "completion"
@@ -67,12 +70,12 @@ class TrainingOptions:
                 object.__setattr__(self, option.name, option.default_factory())  # None asks for the default
         object.__setattr__(self, "loss", loss_from(self.loss))
         _check(self)
+        self.loss_object  # noqa: B018  # refuses what does not go together
 
-    @property
+    @cached_property
     def loss_object(self) -> Loss:
-        """``loss``, which was made if it was a name."""
-        assert not isinstance(self.loss, str), "see __post_init__"
-        return self.loss
+        """``loss``, which was made if it was a name, with ``correction`` and ``kl`` beside it."""
+        return compose(loss_from(self.loss), correction=self.correction, kl=self.kl)
 
     @property
     def stale_rule(self) -> StaleRule:

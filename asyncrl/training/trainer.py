@@ -105,6 +105,8 @@ class AsyncTrainer(TrainingOptions):
     ``advantage``: from the rewards of groups to one number for each trajectory.
     ``completion``: when a group is complete: with all of its members, or at a deadline for the slowest.
     ``loss``: a loss object of ``asyncrl.learning.losses``, or its name, such as "cispo".
+    ``correction``: masks or weighs tokens and sequences that another policy sampled, beside any loss.
+    ``kl``: a penalty on the distance to the model that training began from.
     ``normalize``: what the sum of the loss over tokens is divided by: "token" by all trained tokens, so that each token
     counts the same; "sequence" or "prompt" make each trajectory or each group count the same; "batch" divides by the
     trajectories, "sum" by nothing.

@@ -29,7 +29,8 @@ class _Tooled(Chat):
 
 
 def _life(loss: str, directory: Path) -> Life:
-    plan = Plan(steps=2, heldout=2, max_staleness=1, trainer={"loss": loss})
+    beside = {"correction": rl.Correction(token="mask"), "kl": rl.KLPenalty(coefficient=0.1)}
+    plan = Plan(steps=2, heldout=2, max_staleness=1, trainer={"loss": loss, **beside})
     return Life(plan, directory, env=_Tooled)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "LOG_RATIO_LIMIT",
     "Loss",
     "LossInputs",
     "LossOutput",
@@ -32,12 +33,16 @@ __all__ = [
     "ScoringModel",
     "TokenData",
     "importance_ratio",
+    "log_ratio",
     "loss_output",
-    "require_bounds",
+    "mean_of_sequence",
+    "require_clip",
     "require_positive",
+    "weighted_gradient",
 ]
 
-_LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0
+"""exp(20) is 4.9e8: far beyond every bound, and far from infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,6 +150,8 @@ class NamedLoss(ABC):
     """A loss that can be asked for by ``name``, see ``choosing``."""
 
     name: ClassVar[str]
+    corrects_sampling: ClassVar[bool] = True
+    """True if a weight or ratio of its own makes up for what was sampled by another policy than the trained one."""
     diagnostics: ClassVar[tuple[str, ...]] = ("ratio", "kl")
 
     @property
@@ -157,9 +164,28 @@ class NamedLoss(ABC):
         """The loss of each trained token."""
 
 
+def log_ratio(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """logprobs - other, between -20 and 20."""
+    return (logprobs - other).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def importance_ratio(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """exp(logprobs - other), between e^-20 and e^20."""
-    return (logprobs - other).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    return log_ratio(logprobs, other).exp()
+
+
+def mean_of_sequence(values: torch.Tensor, tokens_B: Sequence[int]) -> torch.Tensor:
+    """(N,) for each token the mean of its sequence's values. Not a sum: long sequences would leave every bound."""
+    import torch
+
+    means = [part.mean().expand(len(part)) for part in values.split(list(tokens_B))]
+    return torch.cat([values[:0], *means])
+
+
+def weighted_gradient(weight: torch.Tensor, keep: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """-sg(weight) A logp where ``keep`` is True, else 0; what is not a number elsewhere reaches no gradient."""
+    kept = weight.detach().where(keep, 0.0)
+    return -kept * inputs.advantages * inputs.logprobs.where(keep, 0.0)
 
 
 def loss_output(loss: torch.Tensor, inputs: LossInputs, **more: torch.Tensor) -> LossOutput:
@@ -175,7 +201,7 @@ def require_positive(key: str, value: float) -> None:
         raise ConfigError.for_value(key, value, "a finite number of more than 0")
 
 
-def require_bounds(low: float, high: float) -> None:
+def require_clip(low: float, high: float) -> None:
     """Refuse a ``clip_low`` or ``clip_high`` that no ratio has."""
     if not 0 <= low < 1:
         raise ConfigError.for_value("loss.clip_low", low, "at least 0 and less than 1")

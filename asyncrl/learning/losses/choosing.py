@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.learning.losses.base import Loss
+from asyncrl.learning.losses.base import Loss, NamedLoss
 from asyncrl.learning.losses.cispo import CISPO
+from asyncrl.learning.losses.dppo import DPPO
+from asyncrl.learning.losses.geometric import GeometricMean
+from asyncrl.learning.losses.gspo import GSPO
+from asyncrl.learning.losses.icepop import IcePop
 from asyncrl.learning.losses.policygradient import ImportanceSampling, PolicyGradient
 from asyncrl.learning.losses.ppo import PPO, DecoupledPPO
+from asyncrl.learning.losses.sapo import SAPO
 
 __all__ = ["loss_from", "loss_kinds"]
 
-_Kind: TypeAlias = type[CISPO] | type[PPO] | type[DecoupledPPO] | type[ImportanceSampling] | type[PolicyGradient]
-_KINDS: tuple[_Kind, ...] = (CISPO, PPO, DecoupledPPO, ImportanceSampling, PolicyGradient)
+_KINDS: tuple[type[NamedLoss], ...] = (
+    CISPO,
+    PPO,
+    DecoupledPPO,
+    GSPO,
+    DPPO,
+    IcePop,
+    SAPO,
+    GeometricMean,
+    ImportanceSampling,
+    PolicyGradient,
+)
 
 
-def loss_kinds() -> dict[str, _Kind]:
+def loss_kinds() -> dict[str, type[NamedLoss]]:
     """The losses that can be asked for by name."""
     return {kind.name: kind for kind in _KINDS}
 
 
-def loss_from(loss: str | Loss, **options: float) -> Loss:
+def loss_from(loss: str | Loss, **options: float | str) -> Loss:
     """A loss by name with its ``options``, or the object itself; ``ConfigError`` for an unknown name or option."""
     if not isinstance(loss, str):
         if options:
@@ -32,10 +47,18 @@ def loss_from(loss: str | Loss, **options: float) -> Loss:
     if loss not in kinds:
         raise ConfigError.for_unknown_key(loss, kinds, where="loss")
     kind = kinds[loss]
-    known = [field.name for field in dataclasses.fields(kind)]
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for option, value in options.items():
-        if option not in known:
-            raise ConfigError.for_unknown_key(option, known, where=f"loss {loss!r}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError.for_value(f"loss.{option}", value, "a number")
-    return kind(**options)
+        if option not in defaults:
+            raise ConfigError.for_unknown_key(option, defaults, where=f"loss {loss!r}")
+        _require_kind(f"loss.{option}", value, text=isinstance(defaults[option], str))
+    values: dict[str, Any] = options
+    return kind(**values)
+
+
+def _require_kind(key: str, value: object, *, text: bool) -> None:
+    if text:
+        if not isinstance(value, str):
+            raise ConfigError.for_value(key, value, "a text")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError.for_value(key, value, "a number")

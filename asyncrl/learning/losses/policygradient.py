@@ -27,6 +27,7 @@ class PolicyGradient(NamedLoss):
     """-A logp (REINFORCE): no correction for staleness at all."""
 
     name: ClassVar[str] = "policy_gradient"
+    corrects_sampling: ClassVar[bool] = False
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
         """(N,) losses."""
