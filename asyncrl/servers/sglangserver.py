@@ -21,13 +21,13 @@ import anyio.to_thread
 import httpx
 import orjson
 
+from asyncrl.concurrency.children import Child, child_process
 from asyncrl.errors import ConfigError, SamplingError, ServerUnavailable
 from asyncrl.events import Events, Notice
 from asyncrl.learning.base import model_vocab_size
 from asyncrl.learning.modelfolder import find_model
 from asyncrl.sampling.control import ServerControl, ask
 from asyncrl.sampling.transport import TRANSPORT_ERRORS, open_client
-from asyncrl.servers.launch import Child, child_process
 from asyncrl.servers.sglangcommand import Command, Machine, SGLangOptions, plan_here, split_gpus
 
 __all__ = ["LaunchedServers", "Plan", "SGLangServer", "free_ports", "running", "server_url"]

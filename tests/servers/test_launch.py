@@ -42,8 +42,8 @@ async def test_a_server_runs_as_long_as_its_context() -> None:
 
 async def test_a_server_that_ignores_everything_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """End of input and SIGTERM are ignored by it; SIGKILL is not."""
-    monkeypatch.setattr("asyncrl.servers.launch._CLOSE_S", 0.05)
-    monkeypatch.setattr("asyncrl.servers.launch._TERMINATE_S", 0.05)
+    monkeypatch.setattr("asyncrl.concurrency.children._CLOSE_S", 0.05)
+    monkeypatch.setattr("asyncrl.concurrency.children._TERMINATE_S", 0.05)
     async with launched(_command(READY + STUBBORN)) as url:
         assert _alive(url)
     assert not _alive(url)
