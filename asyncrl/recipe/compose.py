@@ -67,7 +67,7 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
     yet, which imports torch. Raises ``ConfigError``.
     """
     with _named(recipe):
-        recipe = _with_adapter(recipe)
+        recipe = _with_token_file(_with_adapter(recipe))
         recipe.sampler.secrets()  # for what the environment lacks, whoever asks for them later
         env, evaluator = _environment(recipe), _evaluator(recipe)
         rows = read_rows(recipe.data, "train", _folder(recipe))
@@ -86,7 +86,8 @@ def compose(recipe: Recipe, *, directory: Path | None = None) -> ComposedRun:
             unmade: Any = _UnmadeLearner(lora_rank=lora.r if lora else None)
             wired(unmade, None)
         model = _model(recipe)
-        return wired(TorchLearner(model, seed=recipe.engine["seed"], **recipe.learner), model)
+        log = None if directory is None else directory / "ranks.log"
+        return wired(TorchLearner(model, seed=recipe.engine["seed"], log=log, **recipe.learner), model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,16 @@ def _with_adapter(recipe: Recipe) -> Recipe:
     folder = _folder(recipe) / Path(adapter).expanduser()
     lora = read_adapter(folder, recipe.learner["lora"])
     return dataclasses.replace(recipe, learner={**recipe.learner, "adapter": folder, "lora": lora})
+
+
+def _with_token_file(recipe: Recipe) -> Recipe:
+    """The recipe with the whole path of the file that ranks elsewhere share a secret in."""
+    token = recipe.learner["token_file"]
+    if token is None:
+        return recipe
+    return dataclasses.replace(
+        recipe, learner={**recipe.learner, "token_file": _folder(recipe) / Path(token).expanduser()}
+    )
 
 
 def _checkpointing(recipe: Recipe, directory: Path | None) -> Checkpointing | None:

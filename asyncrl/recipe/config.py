@@ -178,7 +178,7 @@ _RULES: Mapping[str, type] = {
 _CHOICES = keys_of(Choices)
 _POLICY = keys_of(Policy, without=("directory", "name", "sampler_threads"))
 SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
-    "model": (keys_of(ModelFolder), keys_of(TorchLearner, without=("model", "seed"))),
+    "model": (keys_of(ModelFolder), keys_of(TorchLearner, without=("model", "seed", "log"))),
     "env": (keys_of(Environment, without=("options",)),),
     "data": (keys_of(DataFiles, without=("options",)),),
     "trainer": (

@@ -60,7 +60,7 @@ def test_the_recipes_that_come_with_asyncrl_are_right(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "owner", "given"),
     [
-        ("model", rl.TorchLearner, {"model", "seed"}),
+        ("model", rl.TorchLearner, {"model", "seed", "log"}),
         ("trainer", rl.AsyncTrainer, {"engine", "optimizer", "advantage", "completion", "truncation", *_LATER}),
         ("rollout", rl.RolloutEngine, {"policy", "env", "budget", "schedule", "failures"}),
         ("evaluation", rl.Evaluator, {"rows"}),

@@ -15,6 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.learning.ranks.driverlink import DriverLink, die_with_parent
 from asyncrl.learning.ranks.launch import read_token, split_address
 
+__all__ = ["main"]
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m asyncrl.learning.ranks", description="A rank of a learner.")

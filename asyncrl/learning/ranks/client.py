@@ -126,14 +126,15 @@ class RanksHost:
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """See ``ModelHost``."""
-        if self._link is None:
+        link = self._link
+        if link is None:
             raise LearnerError("the learner is not open")
         if self._is_lost:
             raise LearnerError("the learner's ranks have ended")
         async with self._lock:
             request = await anyio.to_thread.run_sync(self._request, method, arguments)
             with anyio.CancelScope(shield=True):
-                return await self._answer(self._link, request)
+                return await self._answer(link, request)
 
     def _request(self, method: str, arguments: dict[str, Any]) -> Frame:
         values, arrays = pack("", self._sequences.replaced(method, arguments))

@@ -6,6 +6,7 @@ and forget them at ``end_step``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class SentSequences:
     def __init__(self) -> None:
         # With the object: an id is only unique while it lives.
         self._sent: dict[int, tuple[int, TrainingSequence]] = {}
+        self._numbers = itertools.count()
 
     def replaced(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call that will be made, with what the ranks know already as numbers."""
@@ -39,7 +41,7 @@ class SentSequences:
         new = [sequence for sequence in sequences if id(sequence) not in self._sent]
         if method == _KEEPS:
             for sequence in new:
-                self._sent[id(sequence)] = (len(self._sent), sequence)
+                self._sent[id(sequence)] = (next(self._numbers), sequence)
         numbers = [self._sent.get(id(sequence), (_UNNUMBERED, None))[0] for sequence in sequences]
         return {"numbers": np.array(numbers, dtype=np.int64), "new": new}
 

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from asyncrl.learning.ranks.frames import PREFIX_BYTES, Frame, FrameError, lengths, read_frame
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -28,6 +32,7 @@ ARRAYS = st.dictionaries(
 )
 
 
+@settings(max_examples=30)
 @given(header=st.dictionaries(st.text(), JSON, max_size=4), values=ARRAYS)
 def test_a_frame_arrives_as_it_was(header: dict[str, Any], values: dict[str, Any]) -> None:
     """Header and arrays, with their types and shapes, whatever they are; and nothing behind them is read."""

@@ -14,19 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
-from asyncrl.learning.losses import CISPO, PPO, Loss
+from asyncrl.learning.base import OptimizerSettings, TrainingSequence
+from asyncrl.learning.losses import CISPO, PPO
 from asyncrl.learning.modelhost import ModelOptions
 from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.ranks.frames import Frame
 from asyncrl.learning.ranks.values import any_class, own_class, pack, unpack
-from tests.learning.tiny import random_sequences
+from tests.learning.ranks.fakeranks import sequence
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -60,7 +62,7 @@ def test_losses_and_options_arrive_as_they_were(tmp_path: Path) -> None:
 
 def test_sequences_arrive_as_they_were() -> None:
     """Every field of each, by name, whatever its length."""
-    sequences = random_sequences(0, count=5)
+    sequences = [sequence(*range(length)) for length in (3, 1, 7)]
     for sent, found in zip(sequences, _there_and_back(sequences), strict=True):
         for field in dataclasses.fields(TrainingSequence):
             there, here = getattr(sent, field.name), getattr(found, field.name)
@@ -129,14 +131,8 @@ def test_a_class_that_is_not_there_is_refused(name: str, text: str) -> None:
 
 def test_a_driver_takes_only_classes_of_asyncrl_from_its_ranks() -> None:
     """What else the other side names is not imported."""
-    packed, arrays = pack("result", ChunkResult(tokens=1, sums={"loss": 1.0}))
-    assert unpack(packed, arrays, own_class) == ChunkResult(tokens=1, sums={"loss": 1.0})
+    settings = OptimizerSettings(lr=1.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, grad_clip_norm=None)
+    packed, arrays = pack("result", settings)
+    assert unpack(packed, arrays, own_class) == settings
     with pytest.raises(LearnerError, match="no class of asyncrl"):
         own_class("tests.learning.ranks.test_values:Composed", None)
-
-
-def test_what_travels_are_losses_and_settings() -> None:
-    """The values in these tests are the ones of the learner's protocol."""
-    loss: Loss = CISPO()
-    assert _there_and_back({"loss": loss, "settings": None}) == {"loss": loss, "settings": None}
-    assert dataclasses.is_dataclass(OptimizerSettings)
