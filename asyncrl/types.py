@@ -373,3 +373,5 @@ class Step:
     trajectories: Sequence[Trajectory]
     waits: Sequence[BarrierWait] = ()
     """For whom the trainer waited at the barrier."""
+    versions: Sequence[int] = ()
+    """Those that it made, one for each update; the last of them is published."""

@@ -1,8 +1,9 @@
 """The journal: one file for each trainer step, with everything that the step was made from.
 
-A step is committed when its file has its name. The file has the sequences in the order and the chunks in which they
-were trained, so that repeating the step gives the same parameters to the last bit, and which groups the step consumed,
-so that none of them is trained again. It also has what else freed the barrier before the step: the groups that were
+A step is committed when its file has its name. The file has the sequences, each once, and for each update of the step
+the passes in which they were trained and in which order, so that repeating the step gives the same parameters to the
+last bit. All updates of a step are in one file: they happen together or not at all. The file says which groups the step
+consumed, so that none of them is trained again, and what else freed the barrier before the step: the groups that were
 given up, and those that began anew. Without these an older snapshot would bring back samples that are too old by now.
 A step without gradient has an entry too. Files are safetensors: arrays over all sequences, one after the other, and the
 rest as JSON in the header; the last array is the checksum (``files.py``).
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from asyncrl.files import (
     sync,
     unsealed,
 )
-from asyncrl.learning.base import OptimizerSettings, TrainingSequence
+from asyncrl.learning.base import OptimizerSettings, TrainingSequence, Update, distinct_sequences
 
 __all__ = ["Journal"]
 
@@ -45,7 +45,7 @@ _NUMBERS = ("advantage", "weight", "temperature")
 _ARRAYS = {"tokens": "<i4", "logprobs": "<f4", "ages": "<i4", "mask": "|b1"}
 _TYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "|b1": "BOOL", "|u1": "U8"}
 _SUFFIX = ".safetensors"
-_HEAD = tuple(field.name for field in fields(JournalEntry) if field.name != "chunks")
+_HEAD = tuple(field.name for field in fields(JournalEntry) if field.name != "updates")
 
 
 class Journal:
@@ -102,7 +102,16 @@ class Journal:
 
 def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
     """The file in pieces: one sequence at a time, so that millions of tokens are neither copied nor held for long."""
-    sequences = [sequence for chunk in entry.chunks for sequence in chunk]
+    sequences = distinct_sequences(entry.updates)
+    places = {id(sequence): place for place, sequence in enumerate(sequences)}
+    updates = [
+        {
+            "divisor": update.divisor,
+            "settings": update.settings,
+            "chunks": [[places[id(sequence)] for sequence in chunk] for chunk in update.chunks],
+        }
+        for update in entry.updates
+    ]
     tokens = sum(len(sequence.tokens) for sequence in sequences)
     numbers = {"lengths": np.array([len(sequence.tokens) for sequence in sequences], dtype="<i8")}
     for name in _NUMBERS:
@@ -110,7 +119,7 @@ def _encode(entry: JournalEntry) -> Iterator[bytes | memoryview]:
     shapes = [(name, array.dtype, len(sequences)) for name, array in numbers.items()]
     shapes += [(name, np.dtype(kind), tokens) for name, kind in _ARRAYS.items()]
     shapes.append(("crc32", np.dtype("|u1"), DIGITS))
-    head = {**{name: getattr(entry, name) for name in _HEAD}, "chunks": [len(chunk) for chunk in entry.chunks]}
+    head = {**{name: getattr(entry, name) for name in _HEAD}, "updates": updates}
     yield _header(shapes, {"format": _FORMAT, "entry": orjson.dumps(head).decode()})
     for array in numbers.values():
         yield array.tobytes()
@@ -140,16 +149,24 @@ def _decode(path: Path, data: bytes, *, sequences: bool) -> JournalEntry:
             f"{_FORMAT!r}: go on with that release, or begin the run anew in another folder"
         )
     head = orjson.loads(metadata["entry"])
-    every = _sequences(safetensors.numpy.load(data)) if sequences else iter(())
-    settings = head["settings"]
+    every = list(_sequences(safetensors.numpy.load(data))) if sequences else []
     values = {
         "consumed": tuple(Consumed(**{**one, "members": tuple(one["members"])}) for one in head["consumed"]),
         "dropped": tuple((group, reason) for group, reason in head["dropped"]),
         "renewed": tuple(Renewed.read(one) for one in head.get("renewed", ())),
-        "settings": None if settings is None else OptimizerSettings(**settings),
-        "chunks": [list(islice(every, size)) for size in head["chunks"]],
+        "updates": [_update(one, every) for one in head["updates"]],
     }
     return JournalEntry(**{**head, **values})
+
+
+def _update(head: Mapping[str, Any], sequences: Sequence[TrainingSequence]) -> Update:
+    """The update of that ``head``, without its passes if the ``sequences`` were not read."""
+    settings = head["settings"]
+    return Update(
+        chunks=[[sequences[place] for place in chunk] for chunk in head["chunks"]] if sequences else [],
+        divisor=head["divisor"],
+        settings=None if settings is None else OptimizerSettings(**settings),
+    )
 
 
 def _sequences(arrays: dict[str, np.ndarray[Any, Any]]) -> Iterator[TrainingSequence]:

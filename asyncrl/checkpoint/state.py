@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.errors import CheckpointError
-from asyncrl.learning.base import OptimizerSettings, TrainingSequence
+from asyncrl.learning.base import Update
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.scheduling.ledger import LedgerTotals
+from asyncrl.scheduling.staleness import places
 from asyncrl.types import Group, Trajectory
 
 __all__ = ["Consumed", "GroupState", "JournalEntry", "Renewed", "RunState"]
@@ -72,16 +73,13 @@ class JournalEntry:
     """Which run it is of: directories of the same options are not the same run."""
     loss: str = ""
     """Its name and options, for a reader: a resumed run has the same one."""
-    divisor: float = 1.0
-    settings: OptimizerSettings | None = None
-    """None if no step of the optimizer was taken, and no version made."""
-    chunks: Sequence[Sequence[TrainingSequence]] = ()
-    """The forward-backward passes."""
+    updates: Sequence[Update] = ()
+    """What was trained; each whose optimizer step was taken made a version."""
 
     @property
     def version_after(self) -> int:
         """Committed after it."""
-        return self.version + (self.settings is not None)
+        return self.version + sum(update.settings is not None for update in self.updates)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class GroupState:
 
     index: int
     due: int | None = None
-    """The last version that may be committed when it is trained; None before its birth."""
+    """The last version that may be committed when its batch starts; None before its birth."""
     taken: set[int] = field(default_factory=set)
     """Members that committed steps have consumed."""
     parts: list[Group] = field(default_factory=list)
@@ -214,18 +212,18 @@ class RunState:
             if group.due is not None and not group.is_begun:
                 group.renewed, group.due = group.next_start, None
 
-    def begin_late_anew(self, *, groups_per_step: int) -> list[dict[str, object]]:
+    def begin_late_anew(self, *, groups_per_step: int, updates: int = 1) -> list[dict[str, object]]:
         """Let those groups begin anew that cannot all be trained in time; earlier due ones are kept.
 
-        The rule of ``staleness.feasible``: up to each due step d at most (d - version + 1) * ``groups_per_step``
-        groups. That holds by itself, as the journal has whatever freed the barrier since the snapshot; should it not,
-        the run goes on all the same. Returns what there is to say of each group.
+        The rule of ``staleness.feasible``: up to each due step no more groups than have ``places``. That holds by
+        itself, as the journal has whatever freed the barrier since the snapshot; should it not, the run goes on all the
+        same. Returns what there is to say of each group.
         """
         kept = 0
         late: list[dict[str, object]] = []
         born = [(group.due, group) for group in self.groups.values() if group.due is not None]
         for due, group in sorted(born, key=lambda pair: (pair[0], not pair[1].is_finished)):
-            if kept < (due - self.version + 1) * groups_per_step:
+            if kept < places(due, version=self.version, groups_per_step=groups_per_step, updates=updates):
                 kept += 1
                 continue
             tokens = sum(traj.generated_tokens for traj in group.members)

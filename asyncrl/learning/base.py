@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,15 @@ import orjson
 from asyncrl.errors import ConfigError
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["ChunkResult", "Learner", "OptimizerSettings", "TrainingSequence", "model_vocab_size"]
+__all__ = [
+    "ChunkResult",
+    "Learner",
+    "OptimizerSettings",
+    "TrainingSequence",
+    "Update",
+    "distinct_sequences",
+    "model_vocab_size",
+]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +75,23 @@ class OptimizerSettings:
     eps: float
     weight_decay: float
     grad_clip_norm: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """One optimizer step of a trainer step, and what it is made from."""
+
+    chunks: Sequence[Sequence[TrainingSequence]]
+    """The forward-backward passes. Updates of one step share sequences: in each epoch they are the same objects."""
+    divisor: float = 1.0
+    settings: OptimizerSettings | None = None
+    """None if the step was not taken."""
+
+
+def distinct_sequences(updates: Iterable[Update]) -> list[TrainingSequence]:
+    """Every sequence of ``updates`` once, in the order of their first use: what a step is prepared with."""
+    sequences = (sequence for update in updates for chunk in update.chunks for sequence in chunk)
+    return list({id(sequence): sequence for sequence in sequences}.values())
 
 
 class Learner(Protocol):

@@ -80,6 +80,8 @@ class LogLines:
         self._step_seconds: deque[float] = deque(maxlen=_LATELY)
         self._hinted: set[str] = set()
         # Notices whose hint was shown.
+        self._several = False
+        # Batches make more than one version.
         self._underway = Underway(time=0.0, what="")
         # The last one that has a line.
 
@@ -120,7 +122,8 @@ class LogLines:
         if self._steps > event.n and self._step_seconds:
             keys["left"] = _duration((self._steps - event.n) * statistics.fmean(self._step_seconds))
         keys["version"] = event.model_step
-        if event.n != event.model_step:
+        self._several = self._several or event.metrics.get("train/updated", 0.0) > 1
+        if event.n != event.model_step and not self._several:
             # Steps count batches, versions count updates: these batches had nothing to learn from.
             keys["steps_without_gradient"] = event.n - event.model_step
         return keys | _chosen(_MORE_STEP_KEYS, event.metrics)

@@ -49,8 +49,8 @@ reward/mean | reward | Mean reward of the members of the batch that have one, be
 reward/std | reward | Standard deviation of the same rewards.
 reward/zero_variance_group_frac | fraction | Groups whose rewards are all the same: without a difference they teach
     nothing. Near 1: rows are too easy or too hard.
-staleness/span_age_p50 | versions | Age of the trained tokens when they are trained: the median over spans, each
-    counted once.
+staleness/span_age_p50 | versions | Age of the trained tokens when their batch starts: the median over spans, each
+    counted once. The last update of a batch trains them trainer.minibatches * trainer.epochs - 1 versions later.
 staleness/span_age_p99 | versions | The same, for the oldest hundredth.
 staleness/span_age_max | versions | The oldest trained token of the batch; never above trainer.max_staleness with
     stale_policy "wait".
@@ -71,21 +71,26 @@ train/forward_backward_seconds | seconds | Phase: computing gradients.
 train/optimizer_seconds | seconds | Phase: the optimizer's step, and writing what it makes to disk.
 train/publication_seconds | seconds | Phase: preparing a version for the servers, or waiting until they had one.
 train/seconds | seconds | The step without its two waits.
-train/active_tokens | tokens | Tokens that were trained.
+train/active_tokens | tokens | Tokens that were trained, counted once however many epochs there are.
 train/active_sequences | members | Members with such a token.
 train/active_groups | groups | Groups with such a member.
 train/generated_tokens | tokens | Tokens that the batch has, trained or not.
-train/gradient_scale | 1 / divisor | What the sum of the gradient was multiplied with; see trainer.normalize.
+train/gradient_scale | 1 / divisor | What the sum of the gradient was multiplied with, on average over the updates; see
+    trainer.normalize.
 train/backward_chunks | passes | Forward-backward passes.
 train/datums | sequences | Sequences in them.
-train/updated | updates | 1 if the batch made a version; 0 if nothing in it had a gradient.
-loss/loss | loss | The loss that was minimised, after normalisation.
+train/updated | updates | Versions that the batch made: one for each of its updates (trainer.minibatches times
+    trainer.epochs) that had a gradient; 0 if none had.
+train/input_tokens | tokens | Of the sequences of all passes, prompts included.
+train/computed_tokens | tokens | Of these, what went through the model: what sequences have in common is computed once.
+train/sharing_factor | ratio | Input tokens for each computed one; 1: nothing was shared.
+loss/loss | loss | The loss that was minimised, after normalisation; the mean over the updates of the batch.
 loss/entropy | nats per token | Entropy of the policy on the trained tokens; a fall to 0 means that it always says
     the same.
 loss/ratio | ratio | Mean importance ratio: probability of a token now, divided by that when it was sampled. Near 1
     is healthy.
 loss/kl | nats per token | Estimated distance between the policy that sampled and the one that is trained.
-loss/clipped_frac | fraction | Tokens whose ratio reached the loss's bound.
+loss/clipped_frac | fraction | Tokens whose ratio reached the loss's bound; 0 for a loss without one.
 loss/masked_frac | fraction | Tokens that the loss or its correction gave no gradient; 0 if it masks none.
 loss/truncated_frac | fraction | Tokens whose weight met a bound of trainer.correction.
 loss/vetoed_frac | fraction | Tokens of sequences that trainer.correction dropped for one outlier.
@@ -95,6 +100,21 @@ loss/gate | fraction | sapo: how far the gate is open; 1 on policy.
 loss/reference_kl | nats per token | Estimated distance to the model that training began from, with trainer.kl.
 loss/behaviour_weight | weight | decoupled_ppo: mean weight that corrects for age.
 loss/behaviour_capped_frac | fraction | decoupled_ppo: tokens whose weight reached its cap.
+ratio/mean | ratio | Mean over the trained tokens of their probability when they are trained, divided by that when they
+    were sampled; 1 if nothing was trained.
+ratio/p99 | ratio | The same, for the largest hundredth.
+ratio/max | ratio | The largest.
+ratio/kl | nats per token | Distance between the policy that sampled and the one that is trained, from these ratios
+    (mean of r - 1 - log r).
+ratio/effective_sample_frac | fraction | How many equally weighted tokens the trained ones are worth, as a part of them:
+    (sum of ratios)^2 / sum of squares / number. Far below 1: few tokens decide, and the rest is hardly used.
+ratio/effective_sequence_frac | fraction | The same over trajectories, each with the geometric mean of its ratios.
+mismatch/mean | nats | Absolute difference between the learner's and the sampler's log-probability of the same token,
+    before the first update: of tokens of age 0 it is numerics alone. Without any of these the youngest are
+    measured, and what training has changed since counts too.
+mismatch/p99 | nats | The same, for the largest hundredth.
+mismatch/max | nats | The largest.
+mismatch/age | versions | Age of the tokens that mismatch was measured on; above 0 it is more than numerics.
 optimizer/lr | learning rate | Of this step.
 optimizer/grad_norm | norm | Of the gradient before clipping; 0 if there was no update.
 length/generated_p50 | tokens | Median length of a trajectory, without what the environment wrote.

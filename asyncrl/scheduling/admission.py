@@ -25,6 +25,7 @@ import anyio
 
 from asyncrl.concurrency.notifier import Notifier
 from asyncrl.errors import StalenessError
+from asyncrl.scheduling.staleness import due_step
 
 __all__ = ["Admission", "SlotWait"]
 
@@ -57,7 +58,8 @@ class Admission:
     """Owns the slots and the due steps of outstanding groups.
 
     Outstanding: admitted, and neither taken into a batch nor dropped. Every method is synchronous but ``admit``.
-    ``groups`` are wanted in all, without those that are dropped; there are ``rows`` to make them from.
+    ``groups`` are wanted in all, without those that are dropped; there are ``rows`` to make them from. A batch makes
+    up to ``updates`` versions, and the bound holds for the last of them too.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Admission:
         *,
         slots: int,
         max_staleness: int,
+        updates: int = 1,
         group_size: int = 1,
         groups: float = math.inf,
         rows: float = math.inf,
@@ -77,6 +80,7 @@ class Admission:
         self._groups = groups
         self._rows = rows
         self._max_staleness = max_staleness
+        self._updates = updates
         self._group_size = group_size
         self._due: dict[int, int | None] = {}
         # Outstanding group -> its due step, None until it is born.
@@ -166,7 +170,7 @@ class Admission:
         """The group dispatches a segment under ``version``: its due step if this is its birth, else None."""
         if self._due[group] is not None:
             return None
-        due = version + self._max_staleness
+        due = due_step(version, max_staleness=self._max_staleness, updates=self._updates)
         self._due[group] = due
         self._count_in(due)
         return due
@@ -194,7 +198,7 @@ class Admission:
         self._note_slot_wait()
 
     def end_batch(self, version: int | None) -> None:
-        """The batch being trained is over: it made ``version``, or None and its slots are free at once."""
+        """The batch being trained is over: ``version`` is the last that it made; None: its slots are free at once."""
         if version is None:
             self._free(self._batch_places)
         else:

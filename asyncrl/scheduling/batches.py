@@ -32,9 +32,9 @@ _Opener: TypeAlias = tuple[int, Group | None]
 class Batches:
     """Owns the finished groups that no batch has taken.
 
-    ``bounded``: keep the barrier (``stale_policy="wait"``). ``split_size``: a batch of n groups is n times as many
-    members, of whatever groups, because stragglers are carried over; None keeps groups whole. The number of ready
-    groups is bounded by admission's slots.
+    ``updates``: versions that a batch makes, at most. ``bounded``: keep the barrier (``stale_policy="wait"``).
+    ``split_size``: a batch of n groups is n times as many members, of whatever groups, because stragglers are carried
+    over; None keeps groups whole. The number of ready groups is bounded by admission's slots.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Batches:
         admission: Admission,
         clock: PolicyClock,
         groups_per_step: int,
+        updates: int = 1,
         order: BatchOrder = "completion",
         bounded: bool = True,
         split_size: int | None = None,
@@ -50,6 +51,7 @@ class Batches:
         self._admission = admission
         self._clock = clock
         self._groups_per_step = groups_per_step
+        self._updates = updates
         self._order = order
         self._bounded = bounded
         self._split_size = split_size
@@ -201,8 +203,12 @@ class Batches:
             return []
         places = size
         if self._bounded:
-            version = self._clock.committed + 1
-            places -= needed(self._admission.due_counts, version=version, groups_per_step=self._groups_per_step)
+            places -= needed(
+                self._admission.due_counts,
+                version=self._clock.committed + self._updates,
+                groups_per_step=self._groups_per_step,
+                updates=self._updates,
+            )
         return list(islice(self._by_due[None], max(0, places)))
 
     def _counted(self, chosen: list[int]) -> dict[int, int]:
@@ -229,8 +235,9 @@ class Batches:
     def _leaves_feasible(self, taken: Mapping[int, int]) -> bool:
         return not self._bounded or feasible(
             self._admission.due_counts,
-            version=self._clock.committed + 1,
+            version=self._clock.committed + self._updates,
             groups_per_step=self._groups_per_step,
+            updates=self._updates,
             taken=taken,
         )
 

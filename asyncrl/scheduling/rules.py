@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from asyncrl.errors import ConfigError, require_choice, require_count
+from asyncrl.scheduling.staleness import batches_ahead
 from asyncrl.types import TruncationCause
 
 __all__ = [
@@ -75,7 +76,8 @@ class Schedule:
     max_sample_requests: int | None = None
     """Outstanding sampling requests; None: as many as trajectories."""
     admit_ahead: int = 2
-    """Future batches whose groups may be admitted; never more than ``max_staleness``."""
+    """Future batches whose groups may be admitted; never more than ``max_staleness``, and where a batch makes several
+    versions, than the bound has room for."""
     oversample_factor: float = 1.0
     """Admit this many times the groups of the admitted batches, to have a choice; surplus stays eligible."""
 
@@ -92,14 +94,16 @@ class Schedule:
         """The bound on outstanding sampling requests."""
         return self.concurrency if self.max_sample_requests is None else self.max_sample_requests
 
-    def slots(self, *, groups_per_step: int, max_staleness: int) -> int:
-        """Groups that may hold a slot at once.
+    def slots(self, *, groups_per_step: int, max_staleness: int, updates: int = 1) -> int:
+        """Groups that may hold a slot at once, if each batch makes up to ``updates`` versions.
 
-        With 8 groups a step, a bound of 2 and the defaults: min(3 * 8, ceil(3 * 8 * 1.0)) = 24.
+        With 8 groups a step, a bound of 2 and the defaults: min(3 * 8, ceil(3 * 8 * 1.0)) = 24. With 2 updates a batch
+        and a bound of 3, one batch may be ahead: 16.
         """
-        batches = 1 + min(self.admit_ahead, max_staleness)
+        ahead = batches_ahead(max_staleness, updates)
+        batches = 1 + min(self.admit_ahead, ahead)
         wanted = math.ceil(batches * groups_per_step * self.oversample_factor)
-        return min((1 + max_staleness) * groups_per_step, wanted)
+        return min((1 + ahead) * groups_per_step, wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,9 +39,9 @@ class PolicyClock:
         """The version that servers may already sample requests with; newer than ``published`` during an update."""
         self._changed = Notifier()
 
-    def commit(self) -> int:
-        """An optimizer step was taken: the new committed version."""
-        self.committed += 1
+    def commit(self, versions: int = 1) -> int:
+        """So many optimizer steps were taken, of one batch: the new committed version."""
+        self.committed += versions
         return self.committed
 
     def stage(self, version: int) -> None:

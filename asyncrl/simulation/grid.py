@@ -57,6 +57,11 @@ class RunOptions:
         """The bound on staleness, groups of a step and trajectories of a group."""
         return self.trainer["max_staleness"], self.trainer["groups_per_step"], self.trainer["group_size"]
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps for a batch."""
+        return int(self.trainer.get("minibatches", 1) * self.trainer.get("epochs", 1))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -78,7 +83,9 @@ class Point:
     def admits(self, run: RunOptions) -> Admits:
         """The bound, the slots, and the trajectories that can be active: points with the same are the same."""
         _, groups_per_step, group_size = run.shape
-        slots = self.schedule(run).slots(groups_per_step=groups_per_step, max_staleness=self.max_staleness)
+        slots = self.schedule(run).slots(
+            groups_per_step=groups_per_step, max_staleness=self.max_staleness, updates=run.updates
+        )
         return self.max_staleness, slots, min(self.concurrency, slots * group_size)
 
 
@@ -97,7 +104,7 @@ def given_grid(run: RunOptions, axes: Mapping[str, Sequence[float]]) -> list[Poi
 def default_grid(run: RunOptions) -> list[Point]:
     """The run's own point first, then others around it that all admit something different."""
     chosen: dict[Admits, Point] = {}
-    for point in _candidates(run):
+    for point in (point for point in _candidates(run) if point.max_staleness >= run.updates - 1):
         chosen.setdefault(point.admits(run), point)
     return list(chosen.values())
 

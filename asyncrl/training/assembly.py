@@ -7,15 +7,15 @@ so the gradient does not depend on how the batch was cut or in which order its g
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, GroupCentered, Rewards
-from asyncrl.learning.base import ChunkResult, TrainingSequence
+from asyncrl.learning.base import TrainingSequence, Update
 from asyncrl.learning.losses import Divisor, Normalize, token_weight
 from asyncrl.scheduling.rules import STALE_RULES, StalePolicy, Truncation
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
@@ -26,10 +26,29 @@ _Placed: TypeAlias = tuple[int, int, int, Span]
 """Tokens ``start <= i < stop`` of a conversation are of this version and span."""
 
 
-class StepAssembly:
-    """Adds up one trainer step: ``add`` its chunks, ``finish`` once, then read ``divisor``.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """What is trained of a group."""
 
-    ``version`` is committed while the step trains. ``stale_policy`` decides about spans older than ``max_staleness``;
+    sequences: list[TrainingSequence]
+    tokens_G: list[int]
+    oldest: int | None
+    """The oldest version of its trained tokens; None if it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scored:
+    """A group with its advantages, and what is trained of it at the step's start."""
+
+    group: Group
+    advantages: Sequence[float]
+    part: _Part
+
+
+class StepAssembly:
+    """Adds up one trainer step: ``add`` its chunks, ``finish`` once, then read ``divisor``, or make its ``updates``.
+
+    ``version`` is committed when the step starts. ``stale_policy`` decides about spans older than ``max_staleness``;
     where the barrier should have kept them away, they raise ``StalenessError``.
     """
 
@@ -55,8 +74,6 @@ class StepAssembly:
         self._version = version
         self._max_staleness = max_staleness
         self._stale_rule = STALE_RULES[stale_policy]
-        self._oldest = 0 if self._stale_rule.unbounded else max(0, version - max_staleness)
-        # Of the versions that are trained.
         self._groups: list[Group] = []
         # Those of them whose advantages need the rewards of the whole batch.
         self._waiting: list[Group] = []
@@ -66,8 +83,7 @@ class StepAssembly:
         # What all advantages of the batch are divided by.
         self._silent = 0
         self._wasted = 0
-        self._tokens = 0
-        self._sums: Counter[str] = Counter()
+        self._scored: list[_Scored] = []
 
     def add(self, groups: Sequence[Group]) -> list[TrainingSequence]:
         """The sequences of a chunk that can be trained before the batch is complete."""
@@ -78,7 +94,7 @@ class StepAssembly:
             rewards = self._rewards(group)
             present = [reward for reward in rewards if reward is not None]
             if self._centered is not None and len(present) >= self._min_members:
-                sequences += self._sequences(group, self._centered.center(rewards, baseline=present))
+                sequences += self._enter(group, self._centered.center(rewards, baseline=present))
             else:
                 self._waiting.append(group)
         return sequences
@@ -97,27 +113,36 @@ class StepAssembly:
         for group, group_advantages in zip(self._groups, advantages, strict=True):
             if id(group) in waiting:
                 # What is divided out globally must not be in these already.
-                yield self._sequences(group, [advantage * self._scale for advantage in group_advantages])
-
-    def record(self, result: ChunkResult) -> None:
-        """Add up what a forward-backward pass reported."""
-        self._tokens += result.tokens
-        self._sums.update(dict(result.sums))
+                yield self._enter(group, [advantage * self._scale for advantage in group_advantages])
 
     @property
-    def has_gradient(self) -> bool:
-        """True if some trained token has an advantage."""
-        return self._tokens > 0
+    def groups(self) -> int:
+        """Groups, or parts of groups, that were added."""
+        return len(self._groups)
+
+    def updates(self, parts: Iterable[Sequence[int]]) -> Iterator[Update]:
+        """After ``finish``: one update for each of ``parts``, which are positions of groups, without its settings.
+
+        The version grows with each update, and with it the age of every token: what is too old by then is masked, or
+        raises. Each has a divisor of its own. Parts without a gradient make no update and no version.
+        """
+        version = self._version
+        for chosen in parts:
+            divisor, sequences = Divisor(self._normalize), list[TrainingSequence]()
+            for scored in (self._scored[position] for position in chosen):
+                part = scored.part
+                if part.oldest is not None and part.oldest < self._oldest(version):
+                    part = self._part(scored.group, scored.advantages, version)
+                divisor.add(part.tokens_G)
+                sequences += part.sequences
+            if sequences:
+                version += 1
+                yield Update(chunks=[sequences], divisor=divisor.value * self._scale)
 
     @property
     def divisor(self) -> float:
         """What the accumulated gradient is divided by, once, before the optimizer step."""
         return self._divisor.value * self._scale
-
-    def losses(self) -> Mapping[str, float]:
-        """``loss`` over the divisor, everything else over the trained tokens."""
-        tokens = max(1, self._tokens)
-        return {key: value / (self.divisor if key == "loss" else tokens) for key, value in self._sums.items()}
 
     @property
     def wasted_tokens(self) -> int:
@@ -157,18 +182,26 @@ class StepAssembly:
             return None
         return 0.0 if rule == "zero_reward" else member.reward
 
-    def _sequences(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
-        trained_G = [self._trained(member) for member in group.members_G]
-        tokens_G = [sum([stop - start for start, stop, _, _ in trained]) for trained in trained_G]
-        group_tokens = sum(tokens_G)
-        self._divisor.add(tokens_G)
+    def _enter(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
+        """The sequences of a group whose advantages are known; from now on it counts."""
+        part = self._part(group, advantages, self._version)
+        self._scored.append(_Scored(group=group, advantages=advantages, part=part))
+        self._divisor.add(part.tokens_G)
         self._silent += not any(advantages)
-        if group_tokens:
+        if any(part.tokens_G):
             self._active_groups.add(group.index)
-        for member, tokens in zip(group.members_G, tokens_G, strict=True):
+        for member, tokens in zip(group.members_G, part.tokens_G, strict=True):
             if member.dropped is not DropReason.FAILED:
                 self._wasted += member.generated_tokens - tokens
-        return [
+        return part.sequences
+
+    def _part(self, group: Group, advantages: Sequence[float], version: int) -> _Part:
+        """What is trained of ``group`` while ``version`` is committed."""
+        trained_G = [self._trained(member, version) for member in group.members_G]
+        tokens_G = [sum([stop - start for start, stop, _, _ in trained]) for trained in trained_G]
+        group_tokens = sum(tokens_G)
+        oldest = min((old for trained in trained_G for _, _, old, _ in trained), default=None)
+        sequences = [
             self._sequence(
                 member,
                 trained,
@@ -178,6 +211,7 @@ class StepAssembly:
             for member, trained, advantage, tokens in zip(group.members_G, trained_G, advantages, tokens_G, strict=True)
             if tokens and advantage != 0.0
         ]
+        return _Part(sequences=sequences, tokens_G=tokens_G, oldest=oldest)
 
     def _sequence(
         self, member: Trajectory, trained: Sequence[_Placed], advantage: float, weight: float
@@ -187,10 +221,10 @@ class StepAssembly:
         mask = np.zeros(end, dtype=np.bool_)
         logprobs = np.zeros(end, dtype=np.float32)
         ages = np.zeros(end, dtype=np.int32)
-        for start, stop, version, span in trained:
+        for start, stop, sampled, span in trained:
             mask[start:stop] = True
             logprobs[start:stop] = span.logprobs
-            ages[start:stop] = self._version - version
+            ages[start:stop] = self._version - sampled
         return TrainingSequence(
             tokens=member.tokens()[:end],
             logprobs=logprobs,
@@ -201,22 +235,27 @@ class StepAssembly:
             temperature=self._temperature,
         )
 
-    def _trained(self, member: Trajectory) -> list[_Placed]:
-        """The spans that are trained; none of a member that is not."""
+    def _oldest(self, version: int) -> int:
+        """The oldest version of a token that is trained while ``version`` is committed."""
+        return 0 if self._stale_rule.unbounded else max(0, version - self._max_staleness)
+
+    def _trained(self, member: Trajectory, version: int) -> list[_Placed]:
+        """The spans that are trained while ``version`` is committed; none of a member that is not."""
+        oldest = self._oldest(version)
         trained: list[_Placed] = []
         if member.is_trained:
             start = 0
             for span in member.spans:
                 stop = start + len(span.tokens)
                 # Nothing but a generated span has a version.
-                if span.version is not None and self._oldest <= span.version <= self._version:
+                if span.version is not None and oldest <= span.version <= self._version:
                     trained.append((start, stop, span.version, span))
                 elif span.kind is SpanKind.GENERATED:
-                    self._require_masked(span, member)
+                    self._require_masked(span, member, version)
                 start = stop
         return trained
 
-    def _require_masked(self, span: Span, member: Trajectory) -> None:
+    def _require_masked(self, span: Span, member: Trajectory, version: int) -> None:
         """A generated span is not trained: raise if that is not because such old ones are masked."""
         if span.version is None:
             raise StalenessError(f"trajectory {member.id} has a generated span without a version")
@@ -228,5 +267,5 @@ class StepAssembly:
         if not self._stale_rule.masked:
             raise StalenessError(
                 f"trajectory {member.id} has a segment of version {span.version}, which would be trained at version "
-                f"{self._version} with max_staleness {self._max_staleness}"
+                f"{version} with max_staleness {self._max_staleness}"
             )

@@ -23,6 +23,7 @@ from asyncrl.scheduling.rules import (
     StaleRule,
     Truncation,
 )
+from asyncrl.scheduling.staleness import batches_ahead
 from asyncrl.training.evaluation import Evaluator
 
 __all__ = ["TrainingOptions"]
@@ -46,6 +47,8 @@ class TrainingOptions:
     groups_per_step: int
     optimizer: Adam
     group_size: int = 16
+    minibatches: int = 1
+    epochs: int = 1
     max_staleness: int = 2
     advantage: Advantage = field(default_factory=GroupCentered)
     completion: GroupCompletion = field(default_factory=GroupCompletion)
@@ -78,6 +81,16 @@ class TrainingOptions:
         return compose(loss_from(self.loss), correction=self.correction, kl=self.kl)
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps for a batch, and so the most versions that it can make."""
+        return self.minibatches * self.epochs
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that the bound allows to be sampled beside the one that is trained; 0: training is synchronous."""
+        return batches_ahead(self.max_staleness, self.updates)
+
+    @property
     def stale_rule(self) -> StaleRule:
         """What is done about spans older than ``max_staleness``."""
         return STALE_RULES[self.stale_policy]
@@ -98,7 +111,7 @@ class TrainingOptions:
     def require_versions(self, *, kept: bool) -> None:
         """Refuse a bound that needs older versions where the servers do not keep them (``kept``)."""
         settings = self.engine.settings
-        if self.max_staleness == 0 or kept:
+        if self.batches_ahead == 0 or kept:
             return
         gone = "but full weights on one server cannot be kept at an older version"
         if settings.kv_cache is None:
@@ -142,6 +155,7 @@ def _check(options: TrainingOptions) -> None:
     require_count("groups_per_step", options.groups_per_step, least=1)
     require_count("group_size", options.group_size, least=1)
     require_count("max_staleness", options.max_staleness, least=0)
+    _check_updates(options)
     require_choice("normalize", options.normalize, Normalize)
     require_choice("stale_policy", options.stale_policy, StalePolicy)
     require_choice("batch_order", options.batch_order, BatchOrder)
@@ -149,16 +163,37 @@ def _check(options: TrainingOptions) -> None:
     _check_overlap(options)
     _check_completion(options)
     factor = options.engine.schedule.oversample_factor
-    if options.max_staleness == 0 and factor != 1:
+    if options.batches_ahead == 0 and factor != 1:
         raise ConfigError(
-            f"schedule.oversample_factor is {factor} and max_staleness is 0: a synchronous run admits its batch only; "
-            "use oversample_factor=1 or max_staleness of at least 1"
+            f"schedule.oversample_factor is {factor} and max_staleness is {options.max_staleness}: a synchronous run "
+            "admits its batch only; use oversample_factor=1 or max_staleness of at least "
+            f"{_least_ahead(options)}"
         )
     if not options.stale_rule.bounded and (not options.repeat_dataset or options.batch_order == "admission"):
         raise ConfigError(
             f"stale_policy is {options.stale_policy!r}: repeat_dataset=False and batch_order='admission' need 'wait'"
         )
     _check_acknowledged(options)
+
+
+def _check_updates(options: TrainingOptions) -> None:
+    require_count("minibatches", options.minibatches, least=1)
+    require_count("epochs", options.epochs, least=1)
+    if options.minibatches > options.groups_per_step:
+        allowed = f"at most groups_per_step ({options.groups_per_step}): each part of a batch is whole groups"
+        raise ConfigError.for_value("minibatches", options.minibatches, allowed)
+    if options.max_staleness < options.updates - 1:
+        raise ConfigError(
+            f"max_staleness is {options.max_staleness}, and a batch makes minibatches * epochs = {options.updates} "
+            f"versions: its last update trains tokens that are at least {options.updates - 1} versions old; use "
+            f"max_staleness of at least {options.updates - 1} ({_least_ahead(options)} to sample while training), or "
+            "fewer minibatches or epochs"
+        )
+
+
+def _least_ahead(options: TrainingOptions) -> int:
+    """The smallest bound with which a batch is sampled ahead."""
+    return 2 * options.updates - 1
 
 
 def _check_sampling(options: TrainingOptions) -> None:
@@ -175,6 +210,11 @@ def _check_sampling(options: TrainingOptions) -> None:
 
 def _against_overlap(options: TrainingOptions) -> Iterator[str]:
     """Why groups cannot be trained before their batch is complete."""
+    if options.updates > 1:
+        yield (
+            f"minibatches * epochs is {options.updates}, and a batch is divided into updates when all of it is there: "
+            "it must be 1"
+        )
     if options.max_staleness > 0:
         bound = f"max_staleness is {options.max_staleness}"
         yield f"{bound}, and explicit chunks are for synchronous runs (max_staleness=0)"
@@ -219,8 +259,11 @@ def _check_completion(options: TrainingOptions) -> None:
             )
         if options.normalize == "prompt":
             raise ConfigError(f"{carried}: normalize='prompt' would count it twice; use 'token', 'sequence' or 'batch'")
-        if options.max_staleness == 0:
-            raise ConfigError(f"{carried}, and max_staleness is 0: a late member would be too old; use at least 1")
+        if options.batches_ahead == 0:
+            raise ConfigError(
+                f"{carried}, and max_staleness is {options.max_staleness}: a late member would be too old; use at "
+                f"least {_least_ahead(options)}"
+            )
     if options.stale_rule.bounded and not completion.whole_groups:
         raise ConfigError(
             f"completion.on_stragglers is {completion.on_stragglers!r} and stale_policy is 'wait', which needs whole "

@@ -17,7 +17,7 @@ import anyio
 from asyncrl.checkpoint.state import Consumed, GroupState, JournalEntry, RunState
 from asyncrl.checkpoint.trajectories import frozen
 from asyncrl.events import GroupConsumed
-from asyncrl.learning.base import OptimizerSettings
+from asyncrl.learning.base import Update
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.metrics import MetricsRecorder
 from asyncrl.observe.untrained import Untrained
@@ -97,10 +97,9 @@ class RunRecord:
         version: int,
         consumed: Sequence[GroupConsumed],
         loss: Loss,
-        divisor: float,
-        settings: OptimizerSettings | None,
+        updates: Sequence[Update],
     ) -> JournalEntry:
-        """What the journal says of step ``n``, which takes a step of the optimizer, or none without ``settings``."""
+        """What the journal says of step ``n``, which consists of these ``updates``."""
         self._dropped_in_entry = len(self.dropped)
         return JournalEntry(
             n=n,
@@ -117,8 +116,7 @@ class RunRecord:
             failed_attempts=self.ledger.totals.failed_attempts,
             rerolled=self.ledger.totals.rerolled,
             loss=repr(loss),
-            divisor=divisor if settings is not None else 1.0,
-            settings=settings,
+            updates=updates,
         )
 
     def commit(self, n: int) -> None:

@@ -42,9 +42,10 @@ class TrainingRun:
         self.saver = saver
         self.admission = Admission(
             slots=options.engine.schedule.slots(
-                groups_per_step=options.groups_per_step, max_staleness=options.max_staleness
+                groups_per_step=options.groups_per_step, max_staleness=options.max_staleness, updates=options.updates
             ),
             max_staleness=options.max_staleness,
+            updates=options.updates,
             group_size=options.group_size,
             groups=steps * options.groups_per_step,
             rows=math.inf if options.repeat_dataset else len(rows),
@@ -54,6 +55,7 @@ class TrainingRun:
             admission=self.admission,
             clock=self.clock,
             groups_per_step=options.groups_per_step,
+            updates=options.updates,
             order=options.batch_order,
             bounded=options.stale_rule.bounded,
             split_size=options.group_size if options.completion.stragglers == "carry_over" else None,
@@ -68,6 +70,8 @@ class TrainingRun:
             self.observers.untrained,
         )
         self.record.restore(saver.state)
+        self.between_updates = False
+        """True while the learner has made some updates of a batch and not all: its parameters are of no version."""
         self.first_error = FirstError()
         self._first_drop: BaseException | None = None
         # Why the first group that was dropped had failed.
@@ -145,8 +149,8 @@ class TrainingRun:
         self.observers.untrained.require_some()
 
     async def _save_at_end(self) -> None:
-        failed = self.first_error.error is not None
-        await self.saver.save_at_end(self.record.state, None if failed else self.session.policy.learner)
+        lost = self.between_updates or self.first_error.error is not None
+        await self.saver.save_at_end(self.record.state, None if lost else self.session.policy.learner)
 
     def interval_metrics(self) -> Mapping[str, float]:
         """What happened since the last call, and how things stand now."""

@@ -31,7 +31,7 @@ from asyncrl.concurrency.signals import cancelled_by
 from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.events import Event, MemberResumed, Notice, Underway
 from asyncrl.files import locked
-from asyncrl.learning.base import Learner, TrainingSequence
+from asyncrl.learning.base import Learner, distinct_sequences
 from asyncrl.learning.losses import Loss
 from asyncrl.observe.sinks import last_logged_step
 from asyncrl.publishing.policy import OpenPolicy
@@ -69,8 +69,6 @@ class RunSaver:
         self.versions_in: Path | None = options.directory / "adapters"
         """For published versions: those that trajectories keep have to be there when the run is resumed."""
         self._counts = dict.fromkeys(_COUNTED, 0.0)
-        self._chunks: list[Sequence[TrainingSequence]] = []
-        # Forward-backward passes of the step under way.
         self._options = options
         self._training = training
         self._rows = rows
@@ -128,7 +126,7 @@ class RunSaver:
         self.state.require_versions()
         self.state.renew_unsampled()
         if training.stale_rule.bounded:
-            for late in self.state.begin_late_anew(groups_per_step=training.groups_per_step):
+            for late in self.state.begin_late_anew(groups_per_step=training.groups_per_step, updates=training.updates):
                 self._counts["recovery/groups_begun_anew"] += 1
                 self._notice("group_begun_anew", late)
         pins = training.engine.sampling_policy == "trajectory"
@@ -189,27 +187,25 @@ class RunSaver:
         return int(version)
 
     async def _replay(self, entry: JournalEntry, learner: Learner, loss: Loss) -> None:
-        for chunk in entry.chunks:
-            await learner.prepare_step(chunk, loss)
-            await learner.forward_backward(chunk, loss)
-        if entry.settings is not None:
-            await learner.optimizer_step(entry.settings, divisor=entry.divisor)
-            self._counts["recovery/steps_replayed"] += 1
+        if len(entry.updates) > 1:
+            await learner.prepare_step(distinct_sequences(entry.updates), loss)
+        for number, update in enumerate(entry.updates):
+            for chunk in update.chunks:
+                if len(entry.updates) == 1:
+                    await learner.prepare_step(chunk, loss)
+                await learner.forward_backward(chunk, loss, updates=number)
+            if update.settings is not None:
+                await learner.optimizer_step(update.settings, divisor=update.divisor)
+                self._counts["recovery/steps_replayed"] += 1
         await learner.end_step()
-
-    def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
-        """The step under way has one more forward-backward pass, over these."""
-        self._chunks.append(sequences)
 
     @asynccontextmanager
     async def step(self, entry: JournalEntry) -> AsyncGenerator[None, None]:
         """The block makes the step happen. Its entry is written meanwhile, and when both are done, it is committed.
 
-        The entry gets what only this object knows: the run, and the passes of ``add_chunk`` since the last step.
         Cancellation waits for all that. If the learner refuses the step, its batch is kept for inspection.
         """
-        entry = replace(entry, run=self._files.run, chunks=self._chunks)
-        self._chunks = []
+        entry = replace(entry, run=self._files.run)
         with anyio.CancelScope(shield=True):
             failure: LearnerError | None = None
             try:
@@ -340,9 +336,6 @@ class NothingSaved:
     async def restore(self, policy: OpenPolicy) -> int:
         """The policy is as it was opened: version 0."""
         return 0
-
-    def add_chunk(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Does nothing."""
 
     def step(self, entry: JournalEntry) -> AbstractAsyncContextManager[None]:
         """The block makes the step happen."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Literal, Self, TypeAlias, get_args
 
 import anyio
 import anyio.lowlevel
 
 from asyncrl.concurrency.endings import noting_on
-from asyncrl.errors import NonFiniteError
+from asyncrl.errors import LearnerError, NonFiniteError
 from asyncrl.events import (
     BarrierOpened,
     BatchTaken,
@@ -23,16 +25,22 @@ from asyncrl.events import (
     StepFinished,
     VersionCommitted,
 )
-from asyncrl.learning.base import OptimizerSettings, TrainingSequence
+from asyncrl.learning.base import OptimizerSettings, TrainingSequence, Update, distinct_sequences
 from asyncrl.observe.metrics import BatchMetrics
 from asyncrl.plain import numbers
 from asyncrl.training.assembly import StepAssembly
+from asyncrl.training.minibatches import group_parts
+from asyncrl.training.reported import StepReport
 from asyncrl.training.run import TrainingRun
 from asyncrl.types import BarrierWait, DropReason, Group, Step
 
 __all__ = ["Phase", "PhaseTimes", "TrainerStep"]
 
 Phase: TypeAlias = Literal["wait_for_samples", "barrier", "forward_backward", "optimizer", "publication"]
+
+
+_ALWAYS_LOGGED = ("loss", "entropy", "clipped_frac", "masked_frac")
+# Of the loss; zero if it has no such thing.
 
 
 class PhaseTimes:
@@ -84,7 +92,15 @@ class TrainerStep:
         self._is_committed = False
         # Nothing can undo it any more.
         self._waits: tuple[BarrierWait, ...] = ()
-        self._optimized: Mapping[str, float] = {"grad_norm": 0.0, "lr": 0.0}
+        self._updates: list[Update] = []
+        # Of this step, each from before its optimizer step on.
+        self._chunks: list[Sequence[TrainingSequence]] = []
+        # Passes before the only update.
+        self._optimized: list[Mapping[str, float]] = []
+        self._report = StepReport()
+        self._optimizer_s = 0.0
+        self._ratios: Mapping[str, float] = {}
+        self._versions: tuple[int, ...] = ()
         self._assembly = StepAssembly(
             advantage=options.advantage,
             normalize=options.normalize,
@@ -142,37 +158,44 @@ class TrainerStep:
         return groups
 
     async def forward_backward(self, groups: Sequence[Group]) -> None:
-        """Add the gradient of ``groups``, which were taken last."""
+        """Add the gradient of ``groups``, which were taken last; all updates of a batch but the last step are made."""
         sequences = await self._assemble(groups, last=not self.wants_groups)
-        if sequences:
-            self._run.saver.add_chunk(sequences)
+        if self._options.updates > 1:
+            await self._update()
+        elif sequences:
+            self._chunks.append(sequences)
+            await self._learner.prepare_step(sequences, self._options.loss_object)
             await self._backward(sequences)
         self.times.end("forward_backward")
 
     async def commit(self) -> int | None:
-        """Step the optimizer, and commit the version that this makes; None if nothing in the batch has a gradient.
+        """Take the last step of the optimizer, and commit the versions that the updates make.
 
-        The rows are used up either way.
+        Returns the last of them; None if nothing in the batch has a gradient. The rows are used up either way.
         """
-        started = anyio.current_time()
-        run, settings = self._run, None
-        if self._assembly.has_gradient:
-            settings = self._options.optimizer.settings(self.n - 1, run.steps)
-        consumed = self._consumed()
-        async with self._written(settings, consumed):
-            if settings is not None:
-                self._optimized = await self._learner.optimizer_step(settings, divisor=self._assembly.divisor)
+        self._ratios = await self._report.metrics()
+        if self._chunks:
+            self._updates = [
+                Update(chunks=self._chunks, divisor=self._assembly.divisor, settings=self._optimizer_settings())
+            ]
+        run, consumed, started = self._run, self._consumed(), anyio.current_time() - self._optimizer_s
+        async with self._written(self._updates, consumed):
+            if self._updates:
+                await self._optimize(self._updates[-1])
             await self._learner.end_step()
         # From here to the end of the commit there is no await. Every owner counts the step as made, before anybody is
         # told: an observer may raise.
-        version = None if settings is None else run.clock.commit()
+        version = run.clock.commit(len(self._updates)) if self._updates else None
+        self._versions = tuple(range(self._version + 1, run.clock.committed + 1))
+        run.between_updates = False
         run.admission.end_batch(version)
         self._is_committed = True
         run.record.commit(self.n)
         now = anyio.current_time()
         if version is not None:
             self._events.emit(LearnerStepped(time=now, n=self.n, seconds=now - started))
-            self._events.emit(VersionCommitted(time=now, version=version))
+        for made in self._versions:
+            self._events.emit(VersionCommitted(time=now, version=made))
         for event in consumed:
             self._events.emit(event)
         if self._events.wants(RolloutsFinished):
@@ -190,20 +213,30 @@ class TrainerStep:
         now, model_step = anyio.current_time(), self._run.clock.committed
         self._events.emit(StepFinished(time=now, n=self.n, model_step=model_step, metrics=metrics))
         trajectories = [member for group in self.groups for member in group.members_G]
-        return Step(n=self.n, model_step=model_step, metrics=metrics, trajectories=trajectories, waits=self._waits)
+        return Step(
+            n=self.n,
+            model_step=model_step,
+            metrics=metrics,
+            trajectories=trajectories,
+            waits=self._waits,
+            versions=self._versions,
+        )
 
     def _metrics(self) -> dict[str, float]:
         self._run.observers.recorder.add_wasted(self._assembly.wasted_tokens)
         batch = self._batch.metrics()
+        divisors = [update.divisor for update in self._updates] or [self._assembly.divisor]
         return {
             **self._run.interval_metrics(),
             **self._run.record.keep_columns(batch),
             **batch,
             **self._assembly.metrics(),
+            "train/gradient_scale": statistics.fmean(1.0 / divisor for divisor in divisors),
             **self.times.metrics(),
-            **{f"loss/{key}": 0.0 for key in ("loss", "entropy", *self._options.loss_object.diagnostics)},
-            **{f"loss/{key}": value for key, value in self._assembly.losses().items()},
-            **{f"optimizer/{key}": value for key, value in self._optimized.items()},
+            **{f"loss/{key}": 0.0 for key in (*_ALWAYS_LOGGED, *self._options.loss_object.diagnostics)},
+            **{f"loss/{key}": value for key, value in self._report.losses(divisors).items()},
+            **self._ratios,
+            **{f"optimizer/{key}": value for key, value in _means(self._optimized).items()},
         }
 
     def _end_wait(self) -> None:
@@ -228,22 +261,57 @@ class TrainerStep:
                 await anyio.lowlevel.checkpoint()
         return sequences
 
-    async def _backward(self, sequences: Sequence[TrainingSequence]) -> None:
+    async def _update(self) -> None:
+        """Make all updates of the batch but for the last step of the optimizer, with which all of them are committed.
+
+        Until then nobody else sees a version of them: if the run ends in between, the step has not happened.
+        """
+        options, planned, settings = self._options, list[Update](), self._optimizer_settings()
+        parts = group_parts(self._assembly.groups, minibatches=options.minibatches, epochs=options.epochs, n=self.n)
+        for update in self._assembly.updates(parts):
+            planned.append(replace(update, settings=settings))
+            await anyio.lowlevel.checkpoint()
+        if planned:
+            await self._learner.prepare_step(distinct_sequences(planned), options.loss_object)
+        for update in planned:
+            if self._updates:
+                self.times.end("forward_backward")
+                self._run.between_updates = True
+                try:
+                    await self._optimize(self._updates[-1])
+                except LearnerError:
+                    async with self._written(self._updates, []):
+                        raise
+                self.times.end("optimizer")
+            self._updates.append(update)
+            for chunk in update.chunks:
+                await self._backward(chunk, made=len(self._updates) - 1)
+
+    def _optimizer_settings(self) -> OptimizerSettings:
+        """The same for all updates of a batch: schedules count batches."""
+        return self._options.optimizer.settings(self.n - 1, self._run.steps)
+
+    async def _optimize(self, update: Update) -> None:
+        assert update.settings is not None, "only a step that was refused is without them"
         started = anyio.current_time()
-        loss = self._options.loss_object
-        await self._learner.prepare_step(sequences, loss)
-        result = await self._learner.forward_backward(sequences, loss)
+        self._optimized.append(await self._learner.optimizer_step(update.settings, divisor=update.divisor))
+        self._optimizer_s += anyio.current_time() - started
+
+    async def _backward(self, sequences: Sequence[TrainingSequence], *, made: int = 0) -> None:
+        """One pass after ``made`` updates of this step."""
+        started = anyio.current_time()
+        result = await self._learner.forward_backward(sequences, self._options.loss_object, updates=made)
         if not math.isfinite(result.sums.get("loss", 0.0)):
-            async with self._written(None, []):
+            async with self._written(self._updates or [Update(chunks=self._chunks)], []):
                 raise NonFiniteError(f"the loss of a pass of step {self.n} is {result.sums['loss']}; no step was taken")
-        self._assembly.record(result)
+        self._report.record(sequences, result, update=made)
         now = anyio.current_time()
         self._events.emit(
             ChunkTrained(time=now, n=self.n, sequences=len(sequences), tokens=result.tokens, seconds=now - started)
         )
 
     def _written(
-        self, settings: OptimizerSettings | None, consumed: Sequence[GroupConsumed]
+        self, updates: Sequence[Update], consumed: Sequence[GroupConsumed]
     ) -> AbstractAsyncContextManager[None]:
         """The block makes the step happen; it is on disk when the block is left, if anything is kept."""
         entry = self._run.record.entry(
@@ -251,8 +319,7 @@ class TrainerStep:
             version=self._version,
             consumed=consumed,
             loss=self._options.loss_object,
-            divisor=self._assembly.divisor,
-            settings=settings,
+            updates=updates,
         )
         return self._run.saver.step(entry)
 
@@ -277,3 +344,11 @@ class TrainerStep:
                 )
             )
         return events
+
+
+def _means(reports: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """What the optimizer said of the updates of a batch: the only report as it is, or the mean of all."""
+    if len(reports) == 1:
+        return reports[0]
+    found = [numbers(report) for report in reports] or [{"grad_norm": 0.0, "lr": 0.0}]
+    return {key: statistics.fmean(report[key] for report in found if key in report) for key in found[0]}

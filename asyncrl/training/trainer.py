@@ -37,8 +37,8 @@ __all__ = ["AsyncTrainer"]
 
 
 async def _loops(run: TrainingRun, consumer: Consumer[Step]) -> None:
-    # As many versions may wait for publication as the bound allows the trainer to be ahead.
-    staged, versions = anyio.create_memory_object_stream[int](max(1, run.options.max_staleness))
+    # As many batches may wait for the publication of their version as the bound allows the trainer to be ahead.
+    staged, versions = anyio.create_memory_object_stream[int](max(1, run.options.batches_ahead))
     with staged, versions:
         async with run.opened() as tasks:
             tasks.start_soon(LazyCoroutine, _publish, run, versions)
@@ -98,7 +98,11 @@ class AsyncTrainer(TrainingOptions):
     """Trains the engine's policy. Raises ``ConfigError`` for what cannot run, with what to change.
 
     ``engine``: what samples: the policy, its environment and their budget.
-    ``groups_per_step``: groups of a batch, which is what one step trains; each batch with a gradient makes a version.
+    ``groups_per_step``: groups of a batch, which is what one step trains; each update with a gradient makes a version.
+    ``minibatches``: parts that a batch is divided into, whole groups each; every part is an update (an optimizer step)
+    and makes a version. Only the last version of a batch is published.
+    ``epochs``: how often a batch is trained, each time in ``minibatches`` updates. The bound on staleness holds at each
+    of them, so ``max_staleness`` has to be at least ``minibatches * epochs - 1``.
     ``group_size``: trajectories of a group, all of the same row; their rewards are compared with each other.
     ``optimizer``: the learner's, with its learning rate.
     ``max_staleness``: the largest age, in versions, of any trained token; 0 is synchronous training.

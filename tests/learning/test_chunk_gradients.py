@@ -16,6 +16,7 @@ from asyncrl.learning.losses import CISPO, DecoupledPPO, Loss, Normalize
 from asyncrl.learning.torch_model import TorchModel
 from asyncrl.scheduling.rules import Truncation
 from asyncrl.training.assembly import StepAssembly
+from asyncrl.training.reported import StepReport
 from asyncrl.types import Group, Span, SpanKind, Trajectory
 from tests.learning.tiny import load
 
@@ -74,9 +75,11 @@ def _gradient(
         stale_policy="wait",
     )
 
+    report = StepReport()
+
     def train(sequences: Sequence[TrainingSequence]) -> None:
         model.prepare_step(sequences, loss)
-        assembly.record(model.forward_backward(sequences, loss))
+        report.record(sequences, model.forward_backward(sequences, loss))
 
     for chunk in chunks:
         train(assembly.add(chunk))
@@ -85,7 +88,7 @@ def _gradient(
     gradient = torch.cat(gradients) / assembly.divisor
     model.discard_gradients()
     model.end_step()
-    return gradient, dict(assembly.losses())
+    return gradient, dict(report.losses([assembly.divisor]))
 
 
 def _assert_any_split_is_the_whole(model: TorchModel, advantage: Advantage, normalize: Normalize, loss: Loss) -> None:

@@ -15,6 +15,7 @@ from asyncrl.checkpoint.journal import Journal
 from asyncrl.checkpoint.state import Consumed, JournalEntry
 from asyncrl.checkpoint.weights import SavedWeights
 from asyncrl.errors import CheckpointError
+from asyncrl.learning.base import Update, distinct_sequences
 from asyncrl.learning.losses import CISPO, DecoupledPPO
 from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.torch_learner import TorchLearner
@@ -117,26 +118,29 @@ def test_a_state_that_cannot_be_read_is_named(model_path: Path, tmp_path: Path, 
 async def test_replaying_the_journal_gives_the_same_bits(
     model_path: Path, tmp_path: Path, options: dict[str, Any], loss: Any
 ) -> None:
-    """What a step was made from goes to disk and back, chunk by chunk, and is trained again in another process."""
+    """What a step was made from goes to disk and back, update by update, and is trained again in another process."""
     journal = Journal(tmp_path, tmp_path / "refused")
 
     async def step(learner: TorchLearner, entry: JournalEntry) -> None:
-        for chunk in entry.chunks:
-            await learner.prepare_step(chunk, loss)
-            await learner.forward_backward(chunk, loss)
-        assert entry.settings is not None
-        await learner.optimizer_step(entry.settings, divisor=entry.divisor)
+        await learner.prepare_step(distinct_sequences(entry.updates), loss)
+        for number, update in enumerate(entry.updates):
+            for chunk in update.chunks:
+                await learner.forward_backward(chunk, loss, updates=number)
+            assert update.settings is not None
+            await learner.optimizer_step(update.settings, divisor=update.divisor)
         await learner.end_step()
 
     whole, resumed = (TorchLearner(model_path, device="cpu", **options) for _ in range(2))
     await whole.open()
     for n in (1, 2, 3):
-        chunks = [random_sequences(n), random_sequences(n + 10)]
+        early, late = random_sequences(n), random_sequences(n + 10)
         one = Consumed(group=n, members=(0, 1), final=True)
         settings = adam_settings()
-        entry = JournalEntry(
-            n=n, version=n - 1, admitted=n, consumed=(one,), divisor=7.3, settings=settings, chunks=chunks
-        )
+        updates = [
+            Update(chunks=[early, late], divisor=7.3, settings=settings),
+            Update(chunks=[late], divisor=2.7, settings=settings),
+        ]
+        entry = JournalEntry(n=n, version=2 * n - 2, admitted=n, consumed=(one,), updates=updates)
         journal.draft(entry)
         await step(whole, entry)
         journal.commit(n)

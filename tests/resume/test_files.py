@@ -24,7 +24,7 @@ from asyncrl.checkpoint.trajectories import frozen, read_trajectory
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.events import EvaluationFinished, Events, Notice, StepFinished
 from asyncrl.files import locked
-from asyncrl.learning.base import TrainingSequence
+from asyncrl.learning.base import TrainingSequence, Update
 from asyncrl.observe.sinks import last_logged_step, read_results, write_events
 from asyncrl.rollout.progress import GroupProgress
 from asyncrl.types import DropReason, Group, Span, SpanKind, StopReason, ToolCall, Trajectory, TruncationCause
@@ -249,13 +249,12 @@ def test_a_step_without_gradient_is_in_the_journal(tmp_path: Path) -> None:
     assert journal.steps() == []
     journal.commit(1)
     read = journal.read(1)
-    assert (read.version, read.version_after, read.settings) == (0, 0, None)
+    assert (read.version, read.version_after, read.updates) == (0, 0, [])
     assert (read.consumed, read.dropped, read.dropped_members) == (
         _entry().consumed,
         ((3, "failed"),),
         {"truncated": 1},
     )
-    assert list(read.chunks) == []
 
 
 def test_sequences_come_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -274,11 +273,15 @@ def test_sequences_come_back_to_the_last_bit(tmp_path: Path) -> None:
         )
         for length in (3, 5, 2)
     ]
-    entry = JournalEntry(n=1, version=0, admitted=1, consumed=(), chunks=[sequences[:2], sequences[2:]])
+    updates = [Update(chunks=[sequences[:2], sequences[2:]]), Update(chunks=[sequences[1::-1]], divisor=7.3)]
+    entry = JournalEntry(n=1, version=0, admitted=1, consumed=(), updates=updates)
     journal.draft(entry)
     journal.commit(1)
-    chunks = journal.read(1).chunks
+    (first, second) = journal.read(1).updates
+    assert (first.divisor, second.divisor) == (1.0, 7.3)
+    chunks = first.chunks
     assert [len(chunk) for chunk in chunks] == [2, 1]
+    assert list(second.chunks[0]) == chunks[0][::-1], "the same objects again, and on disk only once"
     for ours, theirs in zip(sequences, [*chunks[0], *chunks[1]], strict=True):
         for name in ("tokens", "logprobs", "mask", "ages"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))

@@ -73,7 +73,8 @@ class ScheduleAudit:
             case GroupConsumed() | StepFinished():
                 self._batch = 0  # without a gradient there is no version to wait for
             case VersionPublished(version=version):
-                self._unpublished.pop(version, None)
+                for made in [made for made in self._unpublished if made <= version]:
+                    del self._unpublished[made]
             case BarrierOpened():
                 return  # the batch has left Admission, and is reported next
         self.balance()

@@ -9,20 +9,22 @@ from itertools import combinations
 __all__ = ["openings", "trainable"]
 
 
-def trainable(dues: Iterable[int], *, version: int, groups_per_step: int) -> bool:
-    """True if some assignment of the groups to the steps ``version``, ``version + 1``, .. trains each by its due step.
+def trainable(dues: Iterable[int], *, version: int, groups_per_step: int, updates: int = 1) -> bool:
+    """True if some assignment of the groups to batches trains each in one that starts by its due step.
 
-    A step trains up to ``groups_per_step`` groups.
+    Batches start at ``version``, ``version + updates``, .. and train up to ``groups_per_step`` groups.
     """
-    left = tuple(sorted(due - version for due in dues))
+    left = sorted(due - version for due in dues)
     if not left:
         return True
-    return left[0] >= 0 and _assignable(left, (groups_per_step,) * (left[-1] + 1))
+    starts = range(0, left[-1] + 1, updates)
+    last = tuple(max((k for k, start in enumerate(starts) if start <= due), default=-1) for due in left)
+    return last[0] >= 0 and _assignable(last, (groups_per_step,) * len(starts))
 
 
 @cache
 def _assignable(dues: tuple[int, ...], free: tuple[int, ...]) -> bool:
-    """``free[k]``: places left in step k."""
+    """``free[k]``: places left in batch k; ``dues[i]``: the last batch that group i may be in."""
     if not dues:
         return True
     first, *others = dues
@@ -34,13 +36,13 @@ def _assignable(dues: tuple[int, ...], free: tuple[int, ...]) -> bool:
 
 
 def openings(
-    ready: Iterable[int | None], running: Sequence[int], *, version: int, groups_per_step: int
+    ready: Iterable[int | None], running: Sequence[int], *, version: int, groups_per_step: int, updates: int = 1
 ) -> set[tuple[int, ...]]:
     """The due steps of every batch of ``groups_per_step`` ready groups that may be trained at ``version``.
 
     ``ready`` and ``running`` are due steps, None of a group that never got an age, which is never late; a batch that is
     shorter than ``groups_per_step`` has some of these. A batch may be trained if none of its groups is late, and all
-    that is left can still be trained from the next step on.
+    that is left can still be trained from the next batch on, which starts after ``updates`` more versions.
     """
     everyone = list(ready)
     ageless = everyone.count(None)
@@ -50,7 +52,12 @@ def openings(
         for size in range(max(0, groups_per_step - ageless), groups_per_step + 1)
         for batch in set(combinations(dues, size))
         if min(batch, default=version) >= version
-        and trainable([*_without(dues, batch), *running], version=version + 1, groups_per_step=groups_per_step)
+        and trainable(
+            [*_without(dues, batch), *running],
+            version=version + updates,
+            groups_per_step=groups_per_step,
+            updates=updates,
+        )
     }
 
 

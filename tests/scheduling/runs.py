@@ -63,10 +63,21 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """min((1 + S) P, ceil((1 + min(ahead, S)) P f)) groups may be admitted at a time."""
-        ahead = min(self.admit_ahead, self.max_staleness)
+        """min((1 + B) P, ceil((1 + min(ahead, B)) P f)) groups may be admitted at a time; 1 + B = (1 + S) // U."""
+        most = (1 + self.max_staleness) // self.updates
+        ahead = min(self.admit_ahead, most - 1)
         wanted = math.ceil((1 + ahead) * self.groups_per_step * self.oversample_factor)
-        return min((1 + self.max_staleness) * self.groups_per_step, wanted)
+        return min(most * self.groups_per_step, wanted)
+
+    @property
+    def epochs(self) -> int:
+        """How often a batch is trained."""
+        return int(self.trainer.get("epochs", 1))
+
+    @property
+    def updates(self) -> int:
+        """Versions that a batch can make."""
+        return self.epochs * int(self.trainer.get("minibatches", 1))
 
 
 def drawn(

@@ -1,6 +1,6 @@
 """The barrier against brute force, in every state that random runs of its owners reach.
 
-P groups a step, S the bound, v the committed version, as in ``staleness.py``.
+P groups a batch, U updates a batch, S the bound, v the committed version, as in ``staleness.py``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,23 @@ _SCHEDULES = st.builds(Schedule, admit_ahead=st.integers(0, 3), oversample_facto
 class _Owners:
     """Admission, clock and batches, moved as a run would move them, beside accounts of our own."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int, order: BatchOrder, schedule: Schedule) -> None:
+    def __init__(
+        self, groups_per_step: int, max_staleness: int, updates: int, order: BatchOrder, schedule: Schedule
+    ) -> None:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
+        self.updates = updates
         self.order = order
-        self.slots = schedule.slots(groups_per_step=groups_per_step, max_staleness=max_staleness)
-        self.admission = Admission(slots=self.slots, max_staleness=max_staleness)
+        self.slots = schedule.slots(groups_per_step=groups_per_step, max_staleness=max_staleness, updates=updates)
+        self.admission = Admission(slots=self.slots, max_staleness=max_staleness, updates=updates)
         self.clock = PolicyClock()
-        self.batches = Batches(admission=self.admission, clock=self.clock, groups_per_step=groups_per_step, order=order)
+        self.batches = Batches(
+            admission=self.admission,
+            clock=self.clock,
+            groups_per_step=groups_per_step,
+            updates=updates,
+            order=order,
+        )
         self.unborn: list[int] = []
         self.running: dict[int, int] = {}
         self.ready: dict[int, int | None] = {}
@@ -85,7 +94,7 @@ class _Owners:
             case "take":
                 self.take()
             case "commit" | "settle without a version":
-                self.settle(signal=name == "commit")
+                self.settle(draw.choice([1, self.updates, self.updates]) if name == "commit" else 0)
             case "publish":
                 self.publish()
             case "renew":
@@ -104,7 +113,7 @@ class _Owners:
         """Under the published version, however far that lags."""
         self.unborn.remove(group)
         due = self.admission.birth(group, self.clock.published)
-        assert due == self.clock.published + self.max_staleness
+        assert due == self.clock.published + self.max_staleness - (self.updates - 1)
         self.running[group] = due
 
     def end(self, group: int) -> None:
@@ -131,13 +140,15 @@ class _Owners:
         if self.order == "completion":
             assert len(dues) == min(map(len, allowed)), "what has no age goes as soon as it may"
         for due in dues:
-            assert 0 <= self.clock.committed - (due - self.max_staleness) <= self.max_staleness
+            sampled = due - self.max_staleness + (self.updates - 1)
+            for update in range(self.updates):
+                assert 0 <= self.clock.committed + update - sampled <= self.max_staleness
         self.training = True
 
-    def settle(self, *, signal: bool) -> None:
-        """The batch makes a version, or has no gradient."""
+    def settle(self, versions: int) -> None:
+        """The batch makes so many versions: one for each update, fewer if some have no gradient, or none."""
         self.training = False
-        version = self.clock.commit() if signal else None
+        version = self.clock.commit(versions) if versions else None
         self.admission.end_batch(version)
         if version is not None:
             self.unpublished.append(version)
@@ -169,7 +180,11 @@ class _Owners:
             ready = {group: self.ready[group] for group in oldest if group in self.ready}
             rest |= {group: due for group, due in self.ready.items() if group not in ready and due is not None}
         return openings(
-            ready.values(), list(rest.values()), version=self.clock.committed, groups_per_step=self.groups_per_step
+            ready.values(),
+            list(rest.values()),
+            version=self.clock.committed,
+            groups_per_step=self.groups_per_step,
+            updates=self.updates,
         )
 
     def check(self) -> None:
@@ -179,8 +194,8 @@ class _Owners:
         assert self.admission.slots_in_use == self.held <= self.slots
         assert Counter(self.admission.due_counts) == Counter(dues)
         assert self.batches.ready == len(self.ready)
-        upcoming = self.clock.committed + self.training
-        assert trainable(dues, version=upcoming, groups_per_step=self.groups_per_step)
+        upcoming = self.clock.committed + self.training * self.updates
+        assert trainable(dues, version=upcoming, groups_per_step=self.groups_per_step, updates=self.updates)
         if self.training:
             return
         allowed = self.allowed()
@@ -190,10 +205,10 @@ class _Owners:
             assert self.batches.take_nowait(self.groups_per_step) is None
 
     def _open_by_counts(self, dues: list[int]) -> bool:
-        """The form in O(S): with N_j groups due by v + j a batch must hold need_j = max(0, N_j - j P) of them."""
+        """The form in O(S): with N_j groups due by v + j a batch must hold max(0, N_j - (j // U) P) of them."""
         for j in range(self.max_staleness + 1):
             last = self.clock.committed + j
-            need = max(0, sum(due <= last for due in dues) - j * self.groups_per_step)
+            need = max(0, sum(due <= last for due in dues) - j // self.updates * self.groups_per_step)
             ready = sum(due is not None and due <= last for due in self.ready.values())
             if min(self.groups_per_step, ready) < need:
                 return False
@@ -211,18 +226,25 @@ class _Owners:
 
 @pytest.mark.parametrize("order", ["completion", "admission"])
 @pytest.mark.parametrize("groups_per_step", [1, 2, 3, 4])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize("batches_ahead", [0, 1, 2, 3])
 @settings(max_examples=20, deadline=None)
-@given(_SCHEDULES, st.integers(0, 2**32))
+@given(_SCHEDULES, st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 1)]), st.integers(0, 2**32))
 def test_the_barrier_opens_exactly_when_some_batch_may_go(
-    max_staleness: int, groups_per_step: int, order: BatchOrder, schedule: Schedule, seed: int
+    batches_ahead: int,
+    groups_per_step: int,
+    order: BatchOrder,
+    schedule: Schedule,
+    updates_and_rest: tuple[int, int],
+    seed: int,
 ) -> None:
     """Births at lagging versions, ends with and without a birth, commits, publications, failed groups that start afresh
     or are dropped, in any order; every ready subset is tried in each state.
 
     In the end, and so from any state, the run goes on: whenever all running groups have ended the barrier opens.
     """
-    owners = _Owners(groups_per_step, max_staleness, order, schedule)
+    updates, rest = updates_and_rest
+    max_staleness = (batches_ahead + 1) * updates - 1 + rest
+    owners = _Owners(groups_per_step, max_staleness, updates, order, schedule)
     owners.admit()
     draw = random.Random(seed)
     # Some walks hardly publish, some train whatever there is at once, some have everything born long before.
@@ -234,7 +256,7 @@ def test_the_barrier_opens_exactly_when_some_batch_may_go(
         owners.move(draw.choices(moves, [weights[name] for name in moves])[0], draw)
         owners.check()
     if owners.training:
-        owners.settle(signal=True)
+        owners.settle(updates)
     owners.end_all()
     for _ in range(max_staleness + 2):
         while owners.unpublished:
@@ -245,4 +267,4 @@ def test_the_barrier_opens_exactly_when_some_batch_may_go(
         owners.end_all()
         owners.take()
         assert owners.training
-        owners.settle(signal=True)
+        owners.settle(updates)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.scheduling.admission import Admission
 from asyncrl.scheduling.batches import Batches
-from asyncrl.scheduling.staleness import feasible, needed
+from asyncrl.scheduling.staleness import batches_ahead, due_step, feasible, needed
 from asyncrl.scheduling.versions import PolicyClock
 from asyncrl.types import Group
 from tests.scheduling.bruteforce import openings, trainable
@@ -21,12 +21,35 @@ from tests.scheduling.bruteforce import openings, trainable
     st.lists(st.integers(0, 4), max_size=7),
     st.integers(0, 2),
     st.integers(1, 3),
+    st.integers(1, 4),
 )
-def test_feasible_is_exactly_what_some_schedule_can_do(dues: list[int], version: int, groups_per_step: int) -> None:
-    """The prefix counts decide the same as trying every assignment of groups to steps."""
-    assert feasible(Counter(dues), version=version, groups_per_step=groups_per_step) == trainable(
-        dues, version=version, groups_per_step=groups_per_step
-    )
+def test_feasible_is_exactly_what_some_schedule_can_do(
+    dues: list[int], version: int, groups_per_step: int, updates: int
+) -> None:
+    """The prefix counts decide the same as trying every assignment of groups to batches."""
+    found = feasible(Counter(dues), version=version, groups_per_step=groups_per_step, updates=updates)
+    assert found == trainable(dues, version=version, groups_per_step=groups_per_step, updates=updates)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 6), max_size=7),
+    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_batches_that_make_fewer_versions_break_nothing(
+    dues: list[int], made: list[int], groups_per_step: int, updates: int
+) -> None:
+    """What the rule allows for batches of so many versions holds for any batches of at most as many."""
+    if not feasible(Counter(dues), version=0, groups_per_step=groups_per_step, updates=updates):
+        return
+    left, version = sorted(dues), 0
+    for versions in made:
+        batch, left = left[:groups_per_step], left[groups_per_step:]
+        assert all(due >= version for due in batch)
+        version += min(versions, updates)
+        assert feasible(Counter(left), version=version, groups_per_step=groups_per_step, updates=updates)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -51,6 +74,15 @@ def test_a_group_past_its_due_step_is_never_feasible() -> None:
     assert feasible({5: 0}, version=6, groups_per_step=8)
 
 
+def test_updates_of_a_batch_count_as_versions() -> None:
+    """The worked example: with two updates a batch and a bound of 5, tokens of version 4 are trained at 8 and 9."""
+    assert due_step(4, max_staleness=5, updates=2) == 8
+    assert [batches_ahead(bound, 2) for bound in (0, 1, 2, 3, 5)] == [-1, 0, 0, 1, 2]
+    assert feasible({8: 6}, version=4, groups_per_step=2, updates=2)
+    assert not feasible({8: 7}, version=4, groups_per_step=2, updates=2)
+    assert not feasible({8: 5}, version=5, groups_per_step=2, updates=2)
+
+
 def test_what_has_no_age_leaves_the_places_that_others_need() -> None:
     """The worked example: two of the four that are due at 6 have to go before; one that runs and is due at 5, too."""
     assert needed({6: 4, 7: 2}, version=6, groups_per_step=2) == 2
@@ -60,15 +92,21 @@ def test_what_has_no_age_leaves_the_places_that_others_need() -> None:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 3), max_size=6), st.lists(st.integers(0, 3), max_size=4), st.integers(1, 3))
+@given(
+    st.lists(st.integers(0, 4), max_size=6),
+    st.lists(st.integers(0, 4), max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 def test_needed_is_what_the_smallest_batch_must_hold(
-    ready: list[int], running: list[int], groups_per_step: int
+    ready: list[int], running: list[int], groups_per_step: int, updates: int
 ) -> None:
     """Of all batches that may go, with as many groups without an age as one likes, none holds fewer others; and if any
     may go, so may the one of that many earliest due ones."""
     ageless: list[int | None] = [None] * groups_per_step
-    allowed = openings([*ready, *ageless], running, version=0, groups_per_step=groups_per_step)
-    least = needed(Counter([*ready, *running]), version=1, groups_per_step=groups_per_step)
+    allowed = openings([*ready, *ageless], running, version=0, groups_per_step=groups_per_step, updates=updates)
+    dues = Counter([*ready, *running])
+    least = needed(dues, version=updates, groups_per_step=groups_per_step, updates=updates)
     if allowed:
         assert min(map(len, allowed)) == least
         assert tuple(sorted(ready)[:least]) in allowed

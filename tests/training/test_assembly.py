@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.errors import StalenessError
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, Rewards
-from asyncrl.learning.base import ChunkResult, TrainingSequence
+from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import Normalize
 from asyncrl.scheduling.rules import StalePolicy, Truncation
 from asyncrl.training.assembly import StepAssembly
@@ -128,11 +128,6 @@ def _random_groups(seed: int) -> list[Group]:
         )
         for index in range(5)
     ]
-
-
-def _result(tokens: int, **sums: float) -> ChunkResult:
-    log_ratios = np.zeros(tokens, dtype=np.float32)
-    return ChunkResult(tokens=tokens, sums=sums, log_ratios=log_ratios, input_tokens=9, computed_tokens=9)
 
 
 def _factors(assembly: StepAssembly, chunks: Sequence[Sequence[Group]]) -> dict[int, float]:
@@ -288,7 +283,6 @@ def test_a_batch_that_is_all_stale_has_no_gradient() -> None:
     assembly = _assembly(GroupCentered(), version=2, stale_policy="mask_span")
     assert assembly.add([_group(0, _member(1.0), _member(0.0))]) == []
     assert list(chain.from_iterable(assembly.finish())) == []
-    assert not assembly.has_gradient
     assert assembly.divisor == 1
     assert assembly.metrics()["train/active_groups"] == 0
 
@@ -317,18 +311,6 @@ def test_a_batch_without_signal_has_no_gradient() -> None:
     assembly = _assembly(GroupCentered(standardize="batch"))
     assert assembly.add([_group(0, _member(1.0), _member(1.0))]) == []
     assert list(chain.from_iterable(assembly.finish())) == []
-    assert not assembly.has_gradient
-    assert assembly.losses() == {}
-
-
-def test_losses_are_means_over_the_step() -> None:
-    """The weighted loss over the divisor, the other sums over the trained tokens of all chunks."""
-    assembly = _assembly(GroupCentered())
-    assembly.add([_group(0, _member(1.0), _member(0.0)), _group(1, _member(1.0), _member(1.0))])
-    assembly.record(_result(1, loss=4.0, kl=1.0))
-    assembly.record(_result(3, loss=12.0, kl=2.0))
-    assert assembly.has_gradient
-    assert assembly.losses() == {"loss": 2.0, "kl": 0.75}
 
 
 def test_a_group_whose_advantages_are_all_zero_has_no_variance() -> None:
@@ -370,3 +352,44 @@ def test_the_age_of_a_token_is_counted_from_the_step_s_version() -> None:
     (sequence, _) = assembly.add([_group(0, member, _member(0.0, version=4))])
     assert sequence.ages.tolist() == [0, 2, 2, 0, 0]
     assert sequence.ages.dtype == np.int32
+
+
+def test_updates_share_sequences_and_divide_by_what_they_have() -> None:
+    """Advantages are those of the whole batch; each part has its own divisor, and one without a signal no update."""
+    assembly = _assembly(GroupCentered(standardize="batch"), max_staleness=3)
+    groups = [_group(index, _member(1.0, generated=index + 1), _member(0.0)) for index in (0, 1)]
+    every = assembly.add([*groups, _group(2, _member(1.0), _member(1.0))])
+    assert not list(assembly.finish())
+    updates = list(assembly.updates([[1, 2], [0], [2], [], [0, 1]]))
+    chunks = [list(update.chunks[0]) for update in updates]
+    assert [[int(sequence.tokens[0]) for sequence in chunk] for chunk in chunks] == [
+        [100, 101],
+        [0, 1],
+        [0, 1, 100, 101],
+    ]
+    assert chunks[2] == [*chunks[1], *chunks[0]] == every, "the same objects"
+    scale = assembly.divisor / 11
+    assert [update.divisor for update in updates] == pytest.approx([8 * scale, 3 * scale, 7 * scale])
+
+
+def test_each_update_masks_what_is_too_old_by_then() -> None:
+    """With a bound of 3 the third update of a batch that starts at 7 trains version 6, but neither 5 nor 4; the fourth
+    has nothing left."""
+    old, young = _member(1.0, version=4), _member(0.0, version=5)
+    old.append(_span(SpanKind.GENERATED, 20, version=6))
+    assembly = _assembly(GroupCentered(), normalize="sequence", version=7, max_staleness=3, stale_policy="mask_span")
+    assembly.add([_group(0, old, young)])
+    updates = list(assembly.updates([[0]] * 4))
+    trained = [[sequence.tokens[sequence.mask].tolist() for sequence in update.chunks[0]] for update in updates]
+    assert trained == [[[10, 11, 20], [10, 11]], [[20], [10, 11]], [[20]]]
+    assert [update.divisor for update in updates] == [2, 2, 1]
+    assert [update.chunks[0][0].weight for update in updates] == pytest.approx([1 / 3, 1, 1])
+    assert updates[2].chunks[0][0].ages.tolist() == [0, 0, 0, 1], "at the step's start"
+
+
+def test_an_update_that_would_train_too_old_tokens_is_refused() -> None:
+    """Where the barrier should have kept them away: the second update of the batch is one too late."""
+    assembly = _assembly(GroupCentered(), version=3, max_staleness=1)
+    assembly.add([_group(0, _member(1.0, version=2), _member(0.0, version=3))])
+    with pytest.raises(StalenessError, match="trained at version 4 with max_staleness 1"):
+        list(assembly.updates([[0], [0]]))
