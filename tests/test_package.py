@@ -162,7 +162,7 @@ def test_rules_and_values_do_no_io() -> None:
 def test_checkpoints_know_values_only() -> None:
     """What a run directory holds can be read without a policy, an engine or an event loop."""
     below = {"plain", "errors", "files", "types", "checkpoint"}
-    values = {"learning.base", "rollout.progress", "scheduling.ledger"}
+    values = {"learning.base", "rollout.progress", "scheduling.ledger", "scheduling.staleness"}
     for module, tree in TREES.items():
         if module.startswith("asyncrl.checkpoint."):
             for name in imports(tree):

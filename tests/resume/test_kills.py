@@ -30,7 +30,7 @@ def whole_journal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _killed_before_each_write(directory: Path, images: Path) -> Iterator[list[Path]]:
+def killed_before_each_write(directory: Path, images: Path) -> Iterator[list[Path]]:
     """Keep what a process leaves that is killed just before it flushes, renames or removes something."""
     kept: list[Path] = []
 
@@ -52,7 +52,7 @@ def _killed_before_each_write(directory: Path, images: Path) -> Iterator[list[Pa
 
 def _images(plan: Plan, folder: Path) -> tuple[Life, list[Path]]:
     life = Life(plan, folder / "run")
-    with _killed_before_each_write(folder / "run", folder / "images") as images:
+    with killed_before_each_write(folder / "run", folder / "images") as images:
         life.play()
     return life, images
 
