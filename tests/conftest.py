@@ -31,8 +31,6 @@ from tests.tinymodels import reference, tiny_adapter, tiny_model
 
 __all__ = ["reference", "sglang_server", "tiny_adapter", "tiny_model"]
 
-_LEFT_OUT = pytest.StashKey[int]()
-
 # No deadline: an example that takes 0.1 s alone takes 1 s beside other work.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -49,6 +47,19 @@ def pytest_configure() -> None:
     sys.dont_write_bytecode = False
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite is shared out among one process per core, unless ``-n`` says how many; named tests run in one.
+
+    So do those of the real server, which has the memory of the machine, and what a debugger is to stop in.
+    """
+    options = config.option
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and "sglang" not in options.markexpr
+    is_told = hasattr(config, "workerinput") or options.usepdb or getattr(options, "numprocesses", 0) is not None
+    if is_whole and not is_told:
+        options.numprocesses, options.dist = os.cpu_count(), "worksteal"
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now lives to the end: a full collection that looked at it again would take half a second."""
     gc.collect()
@@ -62,15 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "sglang" not in config.option.markexpr:
         items[:] = [item for item in items if not item.get_closest_marker("sglang")]
         config.hook.pytest_deselected(items=marked)
-        config.stash[_LEFT_OUT] = len(marked)
     elif marked and not (installed_python() or has_module("sglang")):
         raise pytest.UsageError("SGLang is not installed: run `asyncrl install-sglang` first")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say what was left out."""
-    if left_out := config.stash.get(_LEFT_OUT, 0):
-        terminalreporter.write_line(f"{left_out} tests need a real SGLang server: `pytest -m sglang`")
+    if "sglang" not in config.option.markexpr:
+        terminalreporter.write_line("left out: tests that need a real SGLang server, `pytest -m sglang`")
 
 
 def pytest_asyncio_loop_factories(

@@ -9,7 +9,7 @@ import pytest
 from tests.installed.conftest import Installed
 from tests.recipe.test_starters import KINDS
 
-pytestmark = [pytest.mark.installed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -26,6 +26,5 @@ def test_a_starter_works_as_it_is(asyncrl: Installed, kind: str) -> None:
         script.write_text(script.read_text().replace("STEPS = 80", "STEPS = 2"))
         assert "step 2: reward" in asyncrl.python(script).stdout
         return
-    asyncrl("check", task / "recipe.toml")
     trained = asyncrl("train", task / "recipe.toml", "--set", "trainer.steps=2")
     assert json.loads(trained.stdout.splitlines()[-1])["steps"] == 2

@@ -9,7 +9,7 @@ import pytest
 from tests.installed.conftest import Installed
 from tests.training.test_running import write_script
 
-pytestmark = [pytest.mark.installed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_a_script_trains_by_itself_and_by_the_command(asyncrl: Installed) -> None:
