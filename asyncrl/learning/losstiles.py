@@ -21,7 +21,7 @@ Tile = tuple[int, int]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(N, K) inputs and (V, K) weights: the logits are the sum of their products."""
 
-CPU_TILE: Tile = (256, 4096)
+CPU_TILE: Tile = (512, 2048)
 """4 MiB of float32: the caches of a CPU hold it, and its matrix products run at full speed."""
 CUDA_TILE: Tile = (2048, 16384)
 """128 MiB of float32: enough work for all of a GPU."""
@@ -221,7 +221,7 @@ def _gradients(
     sums = _Sums(
         inputs=[tiles.zeros(one) if want else None for one, want in zip(tiles.inputs, wanted[1:], strict=False)],
         weights=[
-            torch.empty_like(one) if want else None
+            (torch.empty_like if len(kept) else torch.zeros_like)(one) if want else None
             for one, want in zip(tiles.weights, wanted[1 + count :], strict=True)
         ],
         bias=tiles.zeros(bias) if bias is not None and wanted[0] else None,
@@ -247,7 +247,7 @@ def _backward(tiles: _Tiles, call: _Call, lse: torch.Tensor, factor: torch.Tenso
     """Add up d log p_t / d value_v = -(p_v - [v = t]) c_v scale / T over all tiles; c is the derivative of the cap."""
     weighted = [(one * factor[:, None]).to(one.dtype) for one in tiles.inputs]
     for column, weights in tiles.columns():
-        parts = [None if one is None else tiles.zeros(one[column]) for one in sums.weights]
+        parts = [None if one is None else one[column].to(tiles.dtype) for one in sums.weights]
         for row in tiles.rows():
             error = _errors(tiles, call, lse, row, column, weights)
             for total, weight in zip(sums.inputs, weights, strict=True):
@@ -255,11 +255,11 @@ def _backward(tiles: _Tiles, call: _Call, lse: torch.Tensor, factor: torch.Tenso
                     _add_product(total[row], error, weight)
             for part, inputs in zip(parts, weighted, strict=True):
                 if part is not None:
-                    _add_product(part, error.T, inputs[row])
+                    _add_product(part, error.T, inputs[row], fresh=row.start == 0)
             if sums.bias is not None:
                 sums.bias[column] += factor[row] @ error
         for of_weight, part in zip(sums.weights, parts, strict=True):
-            if of_weight is not None and part is not None:
+            if of_weight is not None and part is not None and part.dtype != of_weight.dtype:
                 of_weight[column] = part
 
 

@@ -57,8 +57,13 @@ def with_adapter(model: Any, lora: LoraConfig) -> Any:
     import peft
 
     targets = lora.target_modules
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     # PEFT is content if one of them is there.
-    lora.require_targets(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    lora.require_targets(linear)
+    if targets == "all-linear" and _has_fused_experts(model):
+        # PEFT would adapt experts and their router too, which no server takes an adapter of.
+        output = model.get_output_embeddings()
+        targets = tuple(sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not output}))
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good
@@ -70,3 +75,8 @@ def with_adapter(model: Any, lora: LoraConfig) -> Any:
         return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError.for_value("lora.target_modules", targets, f"modules of this model: {error}") from error
+
+
+def _has_fused_experts(model: Any) -> bool:
+    """Whether a layer keeps the weights of all its experts in one tensor."""
+    return any(parameter.dim() == 3 for parameter in model.parameters())

@@ -199,3 +199,12 @@ def test_a_gradient_is_there_only_where_one_is_asked_for() -> None:
     assert not entropy.requires_grad
     with torch.no_grad():
         assert not head_logprobs(**arguments)[0].requires_grad
+
+
+def test_without_any_gradient_the_weight_gets_zeros() -> None:
+    """Where no row counts, no memory is left as it was found."""
+    arguments = _drawn(3, 2, 5)
+    arguments["weight"].requires_grad_()
+    logprobs, _ = head_logprobs(**arguments)
+    (gradient,) = torch.autograd.grad(logprobs @ torch.zeros(3, dtype=torch.float64), arguments["weight"])
+    assert gradient.abs().sum() == 0
