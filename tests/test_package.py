@@ -52,6 +52,7 @@ TORCH_MODULES = (
     "asyncrl.learning.modelexport",
     "asyncrl.learning.modelloading",
     "asyncrl.learning.policymodule",
+    "asyncrl.learning.ranks.sharding",
     "asyncrl.learning.sharing",
     "asyncrl.learning.tokendata",
     "asyncrl.learning.treeattention",

@@ -9,6 +9,7 @@ import torch
 
 from asyncrl.errors import NonFiniteError
 from asyncrl.learning.base import OptimizerSettings
+from asyncrl.learning.torch_peers import whole
 from asyncrl.learning.torch_state import load_state, save_state
 
 __all__ = ["MasterAdam"]
@@ -28,7 +29,7 @@ class MasterAdam:
         gradients = [master.grad for master in masters if master.grad is not None]
         for gradient in gradients:
             gradient.div_(divisor)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             self.clear()
             raise NonFiniteError(f"the gradient norm is {float(norm)}; no step was taken")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-__all__ = ["adapter_config", "adapter_tensors", "file_tensors", "write_adapter"]
+__all__ = ["adapter_config", "adapter_tensors", "file_tensors", "model_tensors", "write_adapter"]
 
 
-def write_adapter(adapted: Any, base: Path, directory: Path) -> None:
-    """Write the folder of an adapter of the model in ``base``, in PEFT's format."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(adapted).items()}
-    save_file(tensors, directory / "adapter_model.safetensors")
+def write_adapter(tensors: Mapping[str, torch.Tensor], adapted: Any, base: Path, directory: Path) -> None:
+    """Write the folder of an adapter of the model in ``base``, in PEFT's format; ``tensors``: ``adapter_tensors``."""
+    whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "adapter_model.safetensors")
     config = orjson.dumps(adapter_config(adapted, base), option=orjson.OPT_INDENT_2)
     (directory / "adapter_config.json").write_bytes(config)
 
@@ -47,11 +48,14 @@ def adapter_tensors(adapted: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def file_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The model's tensors under the names that they have in its files: each once, though layers may share it."""
-    kept: dict[int, str] = {}
-    state: dict[str, torch.Tensor] = model.state_dict()
-    for name, tensor in state.items():
-        kept.setdefault(tensor.data_ptr(), name)
-    named: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: state[name] for name in kept.values()})
+def model_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors by their names in it: each once, though layers may share it."""
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    shared -= {name for name, _ in model.named_parameters()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+
+
+def file_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``model_tensors``, which must be whole, by the names that they have in its files."""
+    named: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return named

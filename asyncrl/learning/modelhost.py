@@ -12,6 +12,7 @@ from asyncrl.errors import LearnerError
 
 if TYPE_CHECKING:
     from asyncrl.learning.torch_model import TorchModel
+    from asyncrl.learning.torch_peers import Peers
 
 __all__ = ["ModelHost", "ModelOptions", "ThreadHost", "load_model"]
 
@@ -70,11 +71,11 @@ class ThreadHost:
         self._worker.close()
 
 
-def load_model(options: ModelOptions) -> TorchModel:
-    """Load the model, and the adapter that it starts from. Blocking."""
+def load_model(options: ModelOptions, peers: Peers | None = None) -> TorchModel:
+    """Load the model, and the adapter that it starts from; ``peers``: of a rank, None alone. Blocking."""
     from asyncrl.learning.torch_model import TorchModel
 
-    model = TorchModel(options.path, **options.options)
+    model = TorchModel(options.path, **options.options, peers=peers)
     if options.adapter is not None:
         model.load_exported(options.adapter)
     return model

@@ -13,6 +13,7 @@ from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import Loss, ScoringModel
 from asyncrl.learning.modelloading import load_causal
 from asyncrl.learning.policymodule import PolicyModule
+from asyncrl.learning.torch_peers import Peers
 
 __all__ = ["PolicyScoring", "StepData"]
 
@@ -56,8 +57,12 @@ def _require_one_each(name: str, values: torch.Tensor, tokens: int) -> None:
 class PolicyScoring:
     """A ``ScoringModel``: log-probabilities under the policy, and under the model that training began from."""
 
-    def __init__(self, policy: PolicyModule, path: Path, *, adapted: Any, max_tokens: int) -> None:
+    def __init__(
+        self, policy: PolicyModule, path: Path, *, adapted: Any, max_tokens: int, peers: Peers, device: str
+    ) -> None:
         """``adapted``: PEFT's model around the policy's, None if all weights are trained."""
+        self._peers = peers
+        self._device = device
         self._policy = policy
         self._path = path
         self._adapted = adapted
@@ -80,19 +85,23 @@ class PolicyScoring:
             return self._logprobs(self._policy, sequences)
 
     def _logprobs(self, policy: PolicyModule, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
-        found = [torch.zeros(0)] * len(sequences)
-        for one in policy.passes(sequences, self._max_tokens):
+        counts_B = [int(sequence.mask.sum()) for sequence in sequences]
+        found = torch.zeros(sum(counts_B))
+        parts = found.split(counts_B)
+        for one, counts in self._peers.shares(policy, sequences, self._max_tokens):
             logprobs, _ = policy(one)
             for index, part in zip(one.sequences, logprobs.split(one.tokens_B), strict=True):
-                found[index] = part
-        return found
+                parts[index].add_(counts * part.cpu())
+        return list(self._peers.summed(found).split(counts_B))
 
     @property
     def _initial(self) -> PolicyModule:
         if self._beginning is None:
             causal = self._policy.causal
             dtype = str(causal.dtype).removeprefix("torch.")
-            copy = load_causal(self._path, dtype=dtype, device=causal.device).requires_grad_(False)
+            device = self._peers.load_device(self._device)
+            copy = load_causal(self._path, dtype=dtype, device=device).requires_grad_(False)
             self._beginning = PolicyModule(copy)
             self._beginning.unshared = self._policy.unshared
+            self._peers.shard(self._beginning, name=self._device)
         return self._beginning

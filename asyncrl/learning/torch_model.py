@@ -17,13 +17,14 @@ from asyncrl.learning.adapterfolder import copy_tokenizer
 from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence
 from asyncrl.learning.losses import Loss, LossInputs
 from asyncrl.learning.masters import MasterAdam
-from asyncrl.learning.modelexport import adapter_config, adapter_tensors, file_tensors, write_adapter
-from asyncrl.learning.modelloading import checkpoint_layers, load_causal, torch_device, with_adapter
+from asyncrl.learning.modelexport import adapter_config, adapter_tensors, file_tensors, model_tensors, write_adapter
+from asyncrl.learning.modelloading import checkpoint_layers, load_causal, with_adapter
 from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.policymodule import PolicyModule
 from asyncrl.learning.prefixtrees import Pass
 from asyncrl.learning.sharing import reason_not_to_share
 from asyncrl.learning.tokendata import PolicyScoring, StepData
+from asyncrl.learning.torch_peers import Alone, Peers, set_whole
 from asyncrl.learning.torch_state import load_tensors
 from asyncrl.types import FloatArray, IntArray
 
@@ -49,13 +50,15 @@ class TorchModel:
         gradient_checkpointing: bool,
         seed: int,
         sharing: Sharing = "auto",
+        peers: Peers | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._path = path
         self._micro_batch_tokens = micro_batch_tokens
-        self._causal = load_causal(path, dtype=dtype, device=torch_device(device))
+        self._peers: Peers = peers or Alone()
+        self._causal = load_causal(path, dtype=dtype, device=self._peers.load_device(device))
         self._lora: Any = None if lora is None else with_adapter(self._causal, lora)
         if gradient_checkpointing:
             checkpoint_layers(self._causal)
@@ -65,9 +68,12 @@ class TorchModel:
         elif reason := reason_not_to_share(self._policy):
             self._policy.unshared = reason
             _log.warning("sequences share no prefixes: this model %s", reason)
+        self._peers.shard(self._policy, name=device)
         trained = {name: one for name, one in self._causal.named_parameters() if one.requires_grad}
         self._optimizer = MasterAdam(trained)
-        self._scoring = PolicyScoring(self._policy, path, adapted=self._lora, max_tokens=micro_batch_tokens)
+        self._scoring = PolicyScoring(
+            self._policy, path, adapted=self._lora, max_tokens=micro_batch_tokens, peers=self._peers, device=device
+        )
         self._data = StepData(self._scoring)
 
     def prepare_step(self, sequences: Sequence[TrainingSequence], loss: Loss) -> None:
@@ -77,9 +83,9 @@ class TorchModel:
     def forward_backward(self, sequences: Sequence[TrainingSequence], loss: Loss, updates: int = 0) -> ChunkResult:
         """Add the gradient of ``sum(weight * per-token loss)``; returns sums over the trained tokens."""
         sums: defaultdict[str, float] = defaultdict(float)
-        log_ratios = [np.zeros(0, dtype=np.float32)] * len(sequences)
-        computed = 0
-        for one in self._policy.passes(sequences, self._micro_batch_tokens):
+        tokens_B = [int(sequence.mask.sum()) for sequence in sequences]
+        log_ratios = [np.zeros(tokens, dtype=np.float32) for tokens in tokens_B]
+        for one, counts in self._peers.shares(self._policy, sequences, self._micro_batch_tokens):
             batch = [sequences[index] for index in one.sequences]
             logprobs, entropy = self._policy(one)
             inputs = LossInputs(
@@ -92,21 +98,25 @@ class TorchModel:
                 data=self._data.of(batch, loss, logprobs.device),
             )
             output = loss.per_token(inputs)
-            weighted = (output.loss * self._repeated([sequence.weight for sequence in batch], one)).sum()
+            weighted = counts * (output.loss * self._repeated([sequence.weight for sequence in batch], one)).sum()
             weighted.backward()
-            computed += one.computed_tokens
+            sums["computed_tokens"] += one.computed_tokens
             sums["loss"] += float(weighted.detach())
-            sums["entropy"] += float(entropy.sum())
+            sums["entropy"] += counts * float(entropy.sum())
             for name, values in output.diagnostics.items():
-                sums[name] += float(values.sum())
-            ratios = (logprobs.detach() - inputs.sampled_logprobs).cpu().numpy()
+                sums[name] += counts * float(values.sum())
+            ratios = counts * (logprobs.detach() - inputs.sampled_logprobs).cpu().numpy()
             for index, part in zip(one.sequences, np.split(ratios, np.cumsum(one.tokens_B)[:-1]), strict=True):
-                log_ratios[index] = part
-        joined = np.concatenate([np.zeros(0, dtype=np.float32), *log_ratios])
+                log_ratios[index] += part
+        # Every rank has a pass if any has, and so the same names.
+        totals = self._peers.summed(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+        all_sums = dict(zip(sums, totals, strict=True))
+        computed = int(all_sums.pop("computed_tokens", 0))
+        joined = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *log_ratios]))
         return ChunkResult(
-            tokens=len(joined),
-            sums=dict(sums),
-            log_ratios=joined,
+            tokens=sum(tokens_B),
+            sums=all_sums,
+            log_ratios=self._peers.summed(joined).numpy(),
             input_tokens=sum(len(sequence.tokens) for sequence in sequences),
             computed_tokens=computed,
         )
@@ -145,24 +155,35 @@ class TorchModel:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=self._causal.dtype, local_files_only=True
             )
-            self._causal.load_state_dict(model.state_dict())
-        except (OSError, ValueError, RuntimeError) as error:
+            found = model_tensors(model)
+            for name, tensor in model_tensors(self._causal).items():
+                set_whole(tensor, found[name])
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(f"{directory} has no weights of this model: {error}") from error
 
     @torch.no_grad()
     def export(self, directory: Path) -> None:
         """Write an adapter folder, or the whole model with its tokenizer, into ``directory``."""
+        tensors = self._gathered()
+        if not self._peers.writes:
+            return
         if self._lora is not None:
-            write_adapter(self._lora, self._path, directory)
+            write_adapter(tensors, self._lora, self._path, directory)
         else:
-            self._causal.save_pretrained(directory)
+            self._causal.save_pretrained(directory, state_dict=tensors)
             copy_tokenizer(self._path, directory)
 
     @torch.no_grad()
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the current parameters on the device, by their names in exported files."""
-        tensors = file_tensors(self._causal) if self._lora is None else adapter_tensors(self._lora)
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        """Copies of the current parameters, by their names in exported files: on the device, or in the host's memory of
+        the first of several ranks, and nothing in the others.
+        """
+        tensors = self._gathered()
+        return file_tensors(self._causal, tensors) if self._lora is None and tensors else tensors
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        own = model_tensors(self._causal) if self._lora is None else adapter_tensors(self._lora)
+        return self._peers.gathered(own)
 
     def adapter_config(self) -> dict[str, Any]:
         """The content of ``adapter_config.json``."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from asyncrl.errors import AsyncRLError, ConfigError, LearnerError
+from asyncrl.errors import AsyncRLError, LearnerError
 from asyncrl.learning.modelhost import ModelOptions, load_model
 from asyncrl.learning.ranks.driverlink import DriverLink
 from asyncrl.learning.ranks.frames import Frame
@@ -114,11 +114,14 @@ class _Rank:
         return getattr(self._model, method)(**arguments)
 
     def _load(self, options: ModelOptions, paths: list[str]) -> None:
-        if self._world.size > 1:
-            raise ConfigError.for_value("model.ranks", self._world.size, "1")
         # Where the driver finds modules, the user's loss may be; what is found here comes first.
         sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
-        self._model = load_model(options)
+        peers = None
+        if self._world.size > 1:
+            from asyncrl.learning.ranks.sharding import ShardedPeers
+
+            peers = ShardedPeers()
+        self._model = load_model(options, peers)
 
     def _send_weights(self) -> None:
         """One by one, so that no second copy of the model is made here."""
