@@ -2,7 +2,7 @@
 
 from .checkpoint.options import Checkpointing
 from .errors import InfrastructureError
-from .learning.advantages import Batchwise, GroupCentered
+from .learning.advantages import Batchwise, GroupCentered, LeaveOneOut, MaxRL, ReinforcePlusPlus
 from .learning.losses import (
     CISPO,
     DPPO,
@@ -19,6 +19,7 @@ from .learning.losses import (
 )
 from .learning.modelfolder import find_model
 from .learning.options import Adam, LoraConfig, constant, cosine, linear
+from .learning.overlong import OverlongPenalty
 from .learning.torch_learner import TorchLearner
 from .publishing.policy import Policy
 from .rollout.budget import Budget
@@ -67,9 +68,13 @@ __all__ = [
     "InfrastructureError",
     "KLPenalty",
     "KVCache",
+    "LeaveOneOut",
     "LoraConfig",
+    "MaxRL",
+    "OverlongPenalty",
     "Policy",
     "PolicyGradient",
+    "ReinforcePlusPlus",
     "RolloutEngine",
     "SGLang",
     "SGLangOptions",

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_count
-from asyncrl.learning.advantages import Batchwise, GroupCentered
+from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, LeaveOneOut, MaxRL, ReinforcePlusPlus
 from asyncrl.learning.losses import loss_from
 from asyncrl.learning.options import Adam, constant, cosine, linear
 from asyncrl.learning.torch_learner import TorchLearner
@@ -43,7 +43,13 @@ _Open = TypeVar("_Open", "Environment", "DataFiles")
 Keywords: TypeAlias = Mapping[str, Any]
 """Keyword arguments of a constructor, all that a recipe can say."""
 
-_ADVANTAGES: Mapping[str, type[GroupCentered | Batchwise]] = {"group_centered": GroupCentered, "batchwise": Batchwise}
+_ADVANTAGES: Mapping[str, type[Advantage]] = {
+    "group_centered": GroupCentered,
+    "batchwise": Batchwise,
+    "leave_one_out": LeaveOneOut,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "max_rl": MaxRL,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +166,9 @@ class Choices:
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Of the learning rate: after the ``warmup`` it stays, or falls to ``floor`` in a line or half a cosine."""
-    kind: Literal["group_centered", "batchwise"] = "group_centered"
-    """What a reward is compared with: the mean of its group (GRPO), or of the whole batch."""
+    kind: Literal["group_centered", "batchwise", "leave_one_out", "reinforce_plus_plus", "max_rl"] = "group_centered"
+    """What a reward is compared with: the mean of its group (GRPO), of the whole batch, or of the group's other members
+    (RLOO); REINFORCE++ normalises over the batch, MaxRL divides by the group's mean."""
     enabled: bool = True
     """Keep the run's state on disk, so that it can be stopped, killed and resumed."""
 
@@ -195,7 +202,7 @@ SECTIONS: Mapping[str, Sequence[Mapping[str, Key]]] = {
     "rollout": (keys_of(RolloutEngine, without=("budget", "schedule", "failures")),),
     **{name: (keys_of(kind),) for name, kind in _RULES.items()},
     "loss": (),
-    "advantage": ({"kind": _CHOICES["kind"]}, keys_of(GroupCentered), keys_of(Batchwise)),
+    "advantage": ({"kind": _CHOICES["kind"]}, *map(keys_of, _ADVANTAGES.values())),
     "evaluation": (keys_of(Evaluator, without=("rows",)),),
     "checkpoint": ({"enabled": _CHOICES["enabled"]}, keys_of(Checkpointing, without=("run_dir", "on_signal"))),
     "run": (keys_of(RunFolder), keys_of(KeptRollouts)),
@@ -307,7 +314,7 @@ def _read_open(kind: type[_Open], table: Table, where: str) -> _Open:
     return dataclasses.replace(read_table(kind, own, where), options=options)
 
 
-def _read_advantage(table: Table) -> GroupCentered | Batchwise:
+def _read_advantage(table: Table) -> Advantage:
     kind = table.get("kind", "group_centered")
     if not isinstance(kind, str) or kind not in _ADVANTAGES:
         raise ConfigError.for_value("advantage.kind", kind, "one of " + ", ".join(map(repr, _ADVANTAGES)))

@@ -14,10 +14,11 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncrl.errors import StalenessError
-from asyncrl.learning.advantages import Advantage, GroupCentered, Rewards
+from asyncrl.learning.advantages import Advantage, Rewards, group_by_group
 from asyncrl.learning.base import TrainingSequence, Update
 from asyncrl.learning.losses import Divisor, Normalize, token_weight
-from asyncrl.scheduling.rules import STALE_RULES, StalePolicy, Truncation
+from asyncrl.scheduling.rules import STALE_RULES, StalePolicy
+from asyncrl.training.rewards import TrainingReward
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory
 
 __all__ = ["StepAssembly"]
@@ -57,7 +58,7 @@ class StepAssembly:
         *,
         advantage: Advantage,
         normalize: Normalize,
-        truncation: Truncation,
+        reward: TrainingReward,
         min_members: int,
         temperature: float,
         version: int,
@@ -65,10 +66,10 @@ class StepAssembly:
         stale_policy: StalePolicy,
     ) -> None:
         self._advantage = advantage
-        # What a subclass overrides may need the whole batch: it is asked for all of it, as any other function is.
-        self._centered = advantage if type(advantage) is GroupCentered else None
+        self._groupwise = group_by_group(advantage)
+        # None: the advantage is asked for the whole batch.
         self._normalize = normalize
-        self._truncation = truncation
+        self._reward = reward
         self._min_members = min_members
         self._temperature = temperature
         self._version = version
@@ -93,17 +94,14 @@ class StepAssembly:
         for group in groups:
             rewards = self._rewards(group)
             present = [reward for reward in rewards if reward is not None]
-            if self._centered is not None and len(present) >= self._min_members:
-                sequences += self._enter(group, self._centered.center(rewards, baseline=present))
+            if self._groupwise is not None and len(present) >= self._min_members:
+                sequences += self._enter(group, self._groupwise.center(rewards, baseline=present))
             else:
                 self._waiting.append(group)
         return sequences
 
     def finish(self) -> Iterator[list[TrainingSequence]]:
         """The batch is complete: the sequences that had to wait for that, group by group. Exhaust it."""
-        by_batch = self._centered is not None and self._centered.standardize == "batch"
-        if not self._waiting and not by_batch:
-            return
         rewards = [self._rewards(group) for group in self._groups]
         self._scale = self._advantage_scale(rewards)
         if not self._waiting:
@@ -160,27 +158,18 @@ class StepAssembly:
         }
 
     def _advantage_scale(self, rewards: Rewards) -> float:
-        if self._centered is None or self._centered.standardize != "batch":
+        if self._groupwise is None:
             return 1.0
-        plain = GroupCentered(eps=self._centered.eps)(rewards, min_members=self._min_members)
-        return self._centered.batch_scale(rewards, plain)
+        return self._groupwise.batch_scale(rewards, self._groupwise.centered(rewards, min_members=self._min_members))
 
     def _drop_truncated(self, groups: Sequence[Group]) -> None:
         for group in groups:
             for member in group.members_G:
-                if member.truncated is not None and self._truncation.policy(member.truncated).startswith("drop"):
+                if self._reward.drops(member):
                     member.dropped = DropReason.TRUNCATED
 
     def _rewards(self, group: Group) -> list[float | None]:
-        return [self._reward(member) for member in group.members_G]
-
-    def _reward(self, member: Trajectory) -> float | None:
-        if member.reward is None or member.truncated is None:
-            return member.reward
-        rule = self._truncation.policy(member.truncated)
-        if rule == "drop_and_exclude_from_baseline":
-            return None
-        return 0.0 if rule == "zero_reward" else member.reward
+        return [self._reward.of(member) for member in group.members_G]
 
     def _enter(self, group: Group, advantages: Sequence[float]) -> list[TrainingSequence]:
         """The sequences of a group whose advantages are known; from now on it counts."""

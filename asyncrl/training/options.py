@@ -10,9 +10,10 @@ from typing import Literal
 from asyncrl.checkpoint.options import Checkpointing
 from asyncrl.errors import ConfigError, require_choice, require_count
 from asyncrl.events import Events
-from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
+from asyncrl.learning.advantages import Advantage, GroupCentered, MaxRL, group_by_group, ignores_groups
 from asyncrl.learning.losses import Correction, KLPenalty, Loss, Normalize, compose, loss_from
 from asyncrl.learning.options import Adam
+from asyncrl.learning.overlong import OverlongPenalty
 from asyncrl.rollout.engine import RolloutEngine
 from asyncrl.scheduling.rules import (
     STALE_RULES,
@@ -60,6 +61,7 @@ class TrainingOptions:
     batch_order: BatchOrder = "completion"
     repeat_dataset: bool = True
     truncation: Truncation = field(default_factory=Truncation)
+    overlong: OverlongPenalty | None = None
     forward_backward_batch: ForwardBackwardBatch | Literal["auto"] | None = "auto"
     evaluator: Evaluator | None = None
     allow_trajectory_loss: bool = False
@@ -173,6 +175,11 @@ def _check(options: TrainingOptions) -> None:
         raise ConfigError(
             f"stale_policy is {options.stale_policy!r}: repeat_dataset=False and batch_order='admission' need 'wait'"
         )
+    if options.overlong is not None and isinstance(options.advantage, MaxRL):
+        raise ConfigError(
+            "overlong is set and advantage is MaxRL, which divides by mean rewards: a penalty makes rewards negative; "
+            "use truncation, or another advantage"
+        )
     _check_acknowledged(options)
 
 
@@ -224,10 +231,10 @@ def _against_overlap(options: TrainingOptions) -> Iterator[str]:
         yield f"completion.mode is {options.completion.mode!r} and must be 'wait'"
     if options.engine.sampling_policy != "trajectory":
         yield f"sampling_policy is {options.engine.sampling_policy!r} and must be 'trajectory'"
-    if type(options.advantage) is not GroupCentered:
+    if group_by_group(options.advantage) is None:
         yield (
-            f"advantage is {options.advantage!r} and must be GroupCentered() itself: any other, and a subclass too, "
-            "may need the rewards of the whole batch"
+            f"advantage is {options.advantage!r} and must be GroupCentered(), LeaveOneOut() or MaxRL() itself: any "
+            "other, and a subclass too, may need the rewards of the whole batch"
         )
 
 
@@ -252,7 +259,7 @@ def _check_completion(options: TrainingOptions) -> None:
         )
     if completion.stragglers == "carry_over":
         carried = "completion.on_stragglers is 'carry_over', which divides a group between batches"
-        if type(options.advantage) is not Batchwise:
+        if not ignores_groups(options.advantage):
             raise ConfigError(
                 f"{carried}, and advantage is {options.advantage!r}, which may need them together: a late member has "
                 "no group to be centred in; use advantage=Batchwise()"

@@ -31,6 +31,7 @@ from asyncrl.plain import numbers
 from asyncrl.training.assembly import StepAssembly
 from asyncrl.training.minibatches import group_parts
 from asyncrl.training.reported import StepReport
+from asyncrl.training.rewards import TrainingReward
 from asyncrl.training.run import TrainingRun
 from asyncrl.types import BarrierWait, DropReason, Group, Step
 
@@ -104,7 +105,7 @@ class TrainerStep:
         self._assembly = StepAssembly(
             advantage=options.advantage,
             normalize=options.normalize,
-            truncation=options.truncation,
+            reward=TrainingReward(truncation=options.truncation, overlong=options.overlong),
             min_members=options.completion.min_members,
             temperature=options.engine.settings.temperature,
             version=self._version,

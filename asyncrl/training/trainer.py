@@ -120,6 +120,7 @@ class AsyncTrainer(TrainingOptions):
     ``batch_order``: ``completion`` trains the ready groups that are due first, ``admission`` all in the order of rows.
     ``repeat_dataset``: rows are used again from the start when they end.
     ``truncation``: what is trained of trajectories that a budget or a deadline has ended.
+    ``overlong``: a penalty for answers near a length, in the reward that is trained with.
     ``forward_backward_batch``: "auto" overlaps sampling and training in synchronous runs; a ``ForwardBackwardBatch``
     sets its chunk size; None turns it off.
     ``evaluator``: measures the policy on rows of its own while it is trained; None measures nothing.

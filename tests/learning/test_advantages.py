@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.learning.advantages import Batchwise, GroupCentered
+from asyncrl.learning.advantages import (
+    Advantage,
+    Batchwise,
+    GroupCentered,
+    LeaveOneOut,
+    MaxRL,
+    ReinforcePlusPlus,
+    group_by_group,
+    ignores_groups,
+)
 
 REWARD = st.floats(-10, 10, allow_subnormal=False)
 REWARDS = st.lists(st.lists(st.none() | REWARD, min_size=1, max_size=5), min_size=1, max_size=5)
@@ -33,7 +42,16 @@ def test_a_group_below_min_members_is_centred_on_the_batch() -> None:
 
 def test_a_batch_without_rewards_has_no_advantages() -> None:
     """Every member excluded: zeros, in the shape of the batch."""
-    for advantage in (GroupCentered(standardize=True), GroupCentered(standardize="batch"), Batchwise()):
+    kinds: list[Advantage] = [
+        GroupCentered(standardize=True),
+        GroupCentered(standardize="batch"),
+        Batchwise(),
+        LeaveOneOut(),
+        MaxRL(),
+        ReinforcePlusPlus(),
+        ReinforcePlusPlus(baseline="group"),
+    ]
+    for advantage in kinds:
         assert advantage([[None, None], [None]], min_members=1) == [[0.0, 0.0], [0.0]]
 
 
@@ -90,6 +108,69 @@ def test_early_centring_with_a_late_scale_equals_the_whole_batch(rewards: list[l
         np.testing.assert_allclose(np.array(group) / scale, group_at_once)
 
 
+def test_a_reward_against_those_of_the_others() -> None:
+    """The documented example; a member that is left out is nobody's other; alone there is nothing to compare with."""
+    assert LeaveOneOut()([[1, 0, 0], [1, None, 0], [5]], min_members=1) == [[1, -0.5, -0.5], [1, 0, -1], [0]]
+
+
+@given(st.lists(REWARD, min_size=2, max_size=8))
+def test_leave_one_out_equals_brute_force(group: list[float]) -> None:
+    """Each reward minus the mean of the others."""
+    (advantages,) = LeaveOneOut()([group], min_members=2)
+    for index, advantage in enumerate(advantages):
+        others = group[:index] + group[index + 1 :]
+        assert advantage == pytest.approx(group[index] - np.mean(others), abs=1e-9)
+
+
+def test_a_reward_as_a_part_of_the_mean() -> None:
+    """The documented example; a group that never succeeds has no direction."""
+    assert MaxRL()([[1, 0, 0, 0], [0, 0], [1, 1]], min_members=2) == [[3, -1, -1, -1], [0, 0], [0, 0]]
+    with pytest.raises(ConfigError, match=r"a reward is -1.*MaxRL"):
+        MaxRL()([[1, -1]], min_members=2)
+
+
+@pytest.mark.parametrize("solved", [1, 3, 7])
+def test_max_rl_raises_the_likelihood(solved: int) -> None:
+    """The sum over members of advantage times gradient is that of log p, whose factor is 1 / p: solved rows weigh 1."""
+    rewards = [1.0] * solved + [0.0] * (8 - solved)
+    (advantages,) = MaxRL()([rewards], min_members=2)
+    assert sum(advantage for advantage in advantages if advantage > 0) / 8 == pytest.approx(1 - solved / 8)
+
+
+def test_normalised_over_the_batch() -> None:
+    """Mean 0 and deviation 1 of all members that have a reward, whatever was subtracted before."""
+    rewards = [[4.0, 0.0, None], [1.0, 0.0], [2.0, 2.0]]
+    for baseline in ("batch", "group"):
+        advantages = ReinforcePlusPlus(baseline=baseline)(rewards, min_members=2)  # type: ignore[arg-type]
+        values = [advantages[group][member] for group, member in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]]
+        assert [np.mean(values), np.std(values)] == pytest.approx([0, 1], abs=1e-9)
+        assert advantages[0][2] == 0.0
+    assert advantages[2] == [0.0, 0.0]
+
+
+def test_which_groups_can_be_trained_alone_or_divided() -> None:
+    """Only what is known to need no more; a subclass may."""
+
+    class Own(LeaveOneOut):
+        pass
+
+    class OwnBatchwise(Batchwise):
+        pass
+
+    kinds: list[Advantage] = [
+        GroupCentered(standardize="batch"),
+        LeaveOneOut(),
+        MaxRL(),
+        Batchwise(),
+        ReinforcePlusPlus(),
+        ReinforcePlusPlus(baseline="group"),
+        Own(),
+        OwnBatchwise(),
+    ]
+    assert [group_by_group(kind) is not None for kind in kinds] == [True] * 3 + [False] * 5
+    assert [ignores_groups(kind) for kind in kinds] == [False, False, False, True, True, False, False, False]
+
+
 @given(REWARD, st.integers(1, 60), st.sampled_from([False, True, "batch"]))
 def test_equal_rewards_have_no_advantage_at_all(reward: float, members: int, standardize: bool) -> None:
     """Exactly 0, not a rounding error: such members are not trained."""
@@ -110,6 +191,8 @@ def test_wrong_options_are_refused() -> None:
     for wrong in ("group", 1):
         with pytest.raises(ConfigError, match=rf"advantage\.standardize is {wrong!r}"):
             GroupCentered(standardize=wrong)  # type: ignore[arg-type]
-    for kind in (GroupCentered, Batchwise):
+    with pytest.raises(ConfigError, match=r"advantage\.baseline is 'rows'"):
+        ReinforcePlusPlus(baseline="rows")  # type: ignore[arg-type]
+    for kind in (GroupCentered, Batchwise, ReinforcePlusPlus):
         with pytest.raises(ConfigError, match=r"advantage\.eps is 0"):
             kind(eps=0)

@@ -14,9 +14,9 @@ from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import CISPO, DecoupledPPO, Loss, Normalize
 from asyncrl.learning.torch_model import TorchModel
-from asyncrl.scheduling.rules import Truncation
 from asyncrl.training.assembly import StepAssembly
 from asyncrl.training.reported import StepReport
+from asyncrl.training.rewards import TrainingReward
 from asyncrl.types import Group, Span, SpanKind, Trajectory
 from tests.learning.tiny import load
 
@@ -67,7 +67,7 @@ def _gradient(
     assembly = StepAssembly(
         advantage=advantage,
         normalize=normalize,
-        truncation=Truncation(),
+        reward=TrainingReward(),
         min_members=2,
         temperature=1.3,
         version=0,

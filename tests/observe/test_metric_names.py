@@ -10,7 +10,7 @@ import pytest
 
 import asyncrl as rl
 from asyncrl.events import EvaluationFinished
-from asyncrl.learning.losses import loss_kinds
+from asyncrl.learning.losses import LossInputs, LossOutput, loss_kinds
 from asyncrl.observe.metricnames import EVALUATION_METRICS, STEP_METRICS, MetricReference, described
 from asyncrl.observe.metrics import BatchMetrics
 from asyncrl.types import Row, Trajectory
@@ -28,9 +28,19 @@ class _Tooled(Chat):
         return await super().reward(traj, row)
 
 
-def _life(loss: str, directory: Path) -> Life:
+class _AllLosses:
+    """Reports what any of them does; the scripted learner computes none."""
+
+    token_data = ()
+    diagnostics = tuple(sorted({name for kind in loss_kinds().values() for name in kind.diagnostics}))
+
+    def per_token(self, inputs: LossInputs) -> LossOutput:
+        raise NotImplementedError
+
+
+def _life(directory: Path) -> Life:
     beside = {"correction": rl.Correction(token="mask"), "kl": rl.KLPenalty(coefficient=0.1)}
-    plan = Plan(steps=2, heldout=2, max_staleness=1, trainer={"loss": loss, **beside})
+    plan = Plan(steps=2, heldout=2, max_staleness=1, trainer={"loss": _AllLosses(), **beside})
     return Life(plan, directory, env=_Tooled)
 
 
@@ -39,14 +49,11 @@ def _names(table: Mapping[str, MetricReference], emitted: set[str]) -> set[str |
 
 
 def test_every_metric_that_a_run_emits_is_in_the_table_and_the_other_way_round(tmp_path: Path) -> None:
-    """With each loss, because a loss has numbers of its own."""
-    steps: set[str] = set()
-    evaluations: set[str] = set()
-    for loss in loss_kinds():
-        life = _life(loss, tmp_path / loss)
-        life.play()
-        steps |= {key for step in life.steps for key in step.metrics}
-        evaluations |= {key for event in life.of(EvaluationFinished) for key in event.metrics}
+    """With what all losses report, because a loss has numbers of its own."""
+    life = _life(tmp_path)
+    life.play()
+    steps = {key for step in life.steps for key in step.metrics}
+    evaluations = {key for event in life.of(EvaluationFinished) for key in event.metrics}
     # Names of tools are known where the environment is a class.
     steps |= set(BatchMetrics(version=0, max_staleness=0, tools=("search",)).metrics())
     assert {key for key in steps if described(STEP_METRICS, key) is None} == set()

@@ -20,8 +20,8 @@ from asyncrl.events import (
 )
 from asyncrl.learning.advantages import Batchwise
 from asyncrl.observe.metrics import BatchMetrics, MetricsRecorder
-from asyncrl.scheduling.rules import Truncation
 from asyncrl.training.assembly import StepAssembly
+from asyncrl.training.rewards import TrainingReward
 from asyncrl.types import BarrierWait, DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
 
@@ -112,7 +112,7 @@ def test_ages_are_those_of_trained_tokens_and_the_rest_is_wasted(
     assembly = StepAssembly(
         advantage=Batchwise(),
         normalize="token",
-        truncation=Truncation(),
+        reward=TrainingReward(),
         min_members=1,
         temperature=1.0,
         version=5,

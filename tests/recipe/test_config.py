@@ -135,6 +135,49 @@ log = "json"
     assert recipe.tables["run"] == {"log": "json"}
 
 
+def test_what_stands_beside_a_loss(tmp_path: Path) -> None:
+    """Tables of the trainer; without them there is nothing."""
+    tables = """
+[trainer.correction]
+token = "mask"
+token_low = 0.5
+veto_high = inf
+
+[trainer.kl]
+coefficient = 0.001
+where = "reward"
+
+[trainer.overlong]
+max_tokens = 100
+buffer = 20
+"""
+    recipe = _load(tmp_path, RECIPE + tables)
+    assert recipe.trainer["correction"] == rl.Correction(token="mask", token_low=0.5)
+    assert recipe.trainer["kl"] == rl.KLPenalty(coefficient=0.001, where="reward")
+    assert recipe.trainer["overlong"] == rl.OverlongPenalty(max_tokens=100, buffer=20)
+    bare = _load(tmp_path).trainer
+    assert [bare[name] for name in ("correction", "kl", "overlong")] == [None] * 3
+    with pytest.raises(ConfigError, match=r"kl\.kind is 'k4'|trainer\.kl"):
+        _load(tmp_path, RECIPE + '[trainer.kl]\ncoefficient = 0.1\nkind = "k4"\n')
+
+
+@pytest.mark.parametrize(
+    ("kind", "advantage"),
+    [
+        ("leave_one_out", rl.LeaveOneOut()),
+        ("max_rl", rl.MaxRL()),
+        ("reinforce_plus_plus", rl.ReinforcePlusPlus()),
+        ("group_centered", rl.GroupCentered()),
+    ],
+)
+def test_advantages_by_name(tmp_path: Path, kind: str, advantage: object) -> None:
+    """A key of another one is refused."""
+    assert _load(tmp_path, RECIPE, f"advantage.kind={kind}").trainer["advantage"] == advantage
+    if kind != "group_centered":
+        with pytest.raises(ConfigError, match=r"advantage"):
+            _load(tmp_path, RECIPE, f"advantage.kind={kind}", "advantage.standardize=true")
+
+
 def test_learning_rate_schedules_by_name(tmp_path: Path) -> None:
     """Each with its keys; a constant rate needs no object, and no floor."""
     named = [

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import StalenessError
-from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, Rewards
+from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, LeaveOneOut, MaxRL, Rewards
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import Normalize
+from asyncrl.learning.overlong import OverlongPenalty
 from asyncrl.scheduling.rules import StalePolicy, Truncation
 from asyncrl.training.assembly import StepAssembly
+from asyncrl.training.rewards import TrainingReward
 from asyncrl.types import DropReason, Group, Span, SpanKind, Trajectory, TruncationCause
 
 
@@ -100,6 +102,7 @@ def _assembly(
     *,
     normalize: Normalize = "token",
     truncation: Truncation | None = None,
+    overlong: OverlongPenalty | None = None,
     version: int = 0,
     max_staleness: int = 1,
     stale_policy: StalePolicy = "wait",
@@ -107,7 +110,7 @@ def _assembly(
     return StepAssembly(
         advantage=advantage,
         normalize=normalize,
-        truncation=truncation or Truncation(),
+        reward=TrainingReward(truncation=truncation or Truncation(), overlong=overlong),
         min_members=2,
         temperature=0.7,
         version=version,
@@ -193,6 +196,26 @@ def test_a_subclass_is_asked_for_the_whole_batch(advantage: Advantage) -> None:
     """What it overrides may need the rewards of all groups, so none of them is trained early."""
     groups = [_group(0, _member(1.0), _member(0.0)), _group(1, _member(2.0), _member(0.0))]
     assert _assembly(advantage).add(groups) == []
+
+
+@pytest.mark.parametrize("advantage", [LeaveOneOut(), MaxRL()], ids=repr)
+def test_other_advantages_of_single_groups_are_ready_early(advantage: Advantage) -> None:
+    """And are the same as of the whole batch."""
+    groups = [_group(0, _member(1.0), _member(0.0)), _group(1, _member(2.0), _member(0.0))]
+    found = [sequence.advantage for sequence in _assembly(advantage).add(groups)]
+    whole = advantage([[1.0, 0.0], [2.0, 0.0]], min_members=2)
+    assert found == list(chain.from_iterable(whole))
+
+
+def test_a_long_answer_is_trained_with_a_smaller_reward() -> None:
+    """Its logged reward stays; a truncated one loses both the reward and the penalty."""
+    short, long, cut = _member(1.0, generated=2), _member(1.0, generated=9), _member(1.0, generated=12)
+    cut.truncated = TruncationCause.TURNS
+    assembly = _assembly(GroupCentered(), overlong=OverlongPenalty(max_tokens=10, buffer=2, penalty=0.5))
+    sequences = assembly.add([_group(0, short, long, cut)])
+    mean = (1.0 + 0.75 - 0.5) / 3
+    assert [one.advantage for one in sequences] == pytest.approx([1.0 - mean, 0.75 - mean, -0.5 - mean])
+    assert [one.reward for one in (short, long, cut)] == [1.0, 1.0, 1.0]
 
 
 def test_a_group_without_variance_counts_but_is_not_trained() -> None:
