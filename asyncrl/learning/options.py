@@ -6,12 +6,15 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from asyncrl.errors import ConfigError, require_count
 from asyncrl.learning.base import OptimizerSettings
 
-__all__ = ["Adam", "LearningRateSchedule", "LoraConfig", "RateCurve", "constant", "cosine", "linear"]
+__all__ = ["Adam", "LearningRateSchedule", "LoraConfig", "RateCurve", "Sharing", "constant", "cosine", "linear"]
+
+Sharing: TypeAlias = Literal["auto", "off"]
+"""Whether sequences share what they begin with."""
 
 _FROZEN = frozenset({"embed_tokens", "lm_head"})
 _USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -101,7 +101,9 @@ def passes(sequences: Sequence[TrainingSequence], max_tokens: int, *, longest: i
     """All trained tokens of ``sequences``, in passes of at most ``max_tokens`` unique tokens; the costliest first.
 
     So a pass that does not fit into memory fails at once. A tree that is larger is cut between leaves, and what they
-    share is computed in both parts. A sequence that is longer by itself has a pass of its own. Deterministic.
+    share is computed in both parts. A sequence that is longer by itself has a pass of its own, or one with others that
+    share much of it: up to twice its length, so that long prompts are not computed for each answer. Deterministic.
+
     Sequences of more than ``longest`` tokens are not shared, but rows (see ``row_passes``).
     """
     inputs = _inputs(sequences)
@@ -159,21 +161,23 @@ def _cuts(lengths: Integers, shared: Integers, max_tokens: int) -> list[int]:
     """Where passes begin and end among sorted sequences: as few repeated and as few, equally full passes as possible.
 
     A cut before sequence j computes ``shared[j]`` tokens again, and a pass of n tokens costs (max + n^2 / max) / 32
-    beside its tokens. That is least, for tokens without common prefixes, if passes are full, and then if equally so.
+    beside its tokens. For tokens without common prefixes the sum is least if passes are full, and then if equally so.
     """
     count = len(lengths)
     # Tokens of the sequences i..j-1 in one pass: shared[i] + totals[j] - totals[i].
     totals = np.concatenate([[0], np.cumsum(lengths - shared)])
+    most = max(max_tokens, 2 * int(lengths.max(initial=0)))
     least = np.zeros(count + 1)
     before = np.zeros(count + 1, dtype=np.int64)
     start = 0
     for stop in range(1, count + 1):
-        while start < stop - 1 and shared[start] + totals[stop] - totals[start] > max_tokens:
+        while start < stop - 1 and shared[start] + totals[stop] - totals[start] > most:
             start += 1
         again = shared[start:stop]
         sizes = again + totals[stop] - totals[start:stop]
+        longest = np.maximum.accumulate(lengths[start:stop][::-1])[::-1]
         own = _PASS_COST * (max_tokens + sizes.astype(np.float64) ** 2 / max_tokens)
-        costs = least[start:stop] + again + own
+        costs = np.where(sizes <= np.maximum(max_tokens, 2 * longest), least[start:stop] + again + own, np.inf)
         choice = int(costs.argmin())
         least[stop], before[stop] = costs[choice], start + choice
     cuts = [count]

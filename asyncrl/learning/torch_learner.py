@@ -16,7 +16,7 @@ from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequen
 from asyncrl.learning.losses import Loss
 from asyncrl.learning.modelfolder import find_model
 from asyncrl.learning.modelhost import ModelHost, ModelOptions, ThreadHost
-from asyncrl.learning.options import LoraConfig
+from asyncrl.learning.options import LoraConfig, Sharing
 from asyncrl.learning.ranks.client import RanksHost
 from asyncrl.learning.ranks.launch import LocalRanks, RemoteRanks, split_address
 from asyncrl.types import FloatArray, IntArray
@@ -42,7 +42,10 @@ class TorchLearner:
     ``device``: what computes, as torch calls it, such as "cuda:1"; "auto" is the GPU if there is one, else the CPU.
     ``threads``: threads of torch on the CPU; None leaves torch's choice, which is too many if a sampler shares the
     machine.
-    ``micro_batch_tokens``: tokens of one forward pass, padding included; bounds memory, does not change the gradient.
+    ``micro_batch_tokens``: tokens of one forward pass, those that sequences share counted once; bounds memory, does not
+    change the gradient. None: 768 on a CPU, which larger passes do not make faster, and 4096 elsewhere.
+    ``sharing``: "auto" computes once what sequences begin with in common, if a test at the start finds the model's
+    numbers unchanged; "off" computes each sequence by itself.
     ``gradient_checkpointing``: compute activations twice to hold fewer.
     ``seed``: of the adapter's first values.
     ``worker``: "thread" computes in a thread of this process, "process" in a process of its own, whose work the event
@@ -64,7 +67,8 @@ class TorchLearner:
         dtype: DType = "float32",
         device: str = "auto",
         threads: int | None = None,
-        micro_batch_tokens: int = 4096,
+        micro_batch_tokens: int | None = None,
+        sharing: Sharing = "auto",
         gradient_checkpointing: bool = False,
         seed: int = 0,
         worker: WorkerKind = "thread",
@@ -76,7 +80,9 @@ class TorchLearner:
     ) -> None:
         self._path = find_model(model)
         require_choice("model.dtype", dtype, DType)
-        require_count("model.micro_batch_tokens", micro_batch_tokens, least=1)
+        require_choice("model.sharing", sharing, Sharing)
+        if micro_batch_tokens is not None:
+            require_count("model.micro_batch_tokens", micro_batch_tokens, least=1)
         if threads is not None:
             require_count("model.threads", threads, least=1)
         self.adapter = None if adapter is None else Path(adapter).expanduser()
@@ -85,6 +91,7 @@ class TorchLearner:
         self.device = device
         self.threads = threads
         self.micro_batch_tokens = micro_batch_tokens
+        self.sharing: Sharing = sharing
         self.gradient_checkpointing = gradient_checkpointing
         self.seed = seed
         self.worker: WorkerKind = worker
@@ -206,6 +213,7 @@ class TorchLearner:
             "device": self.device,
             "threads": self.threads,
             "micro_batch_tokens": self.micro_batch_tokens,
+            "sharing": self.sharing,
             "gradient_checkpointing": self.gradient_checkpointing,
             "seed": self.seed,
         }

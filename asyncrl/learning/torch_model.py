@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequen
 from asyncrl.learning.losses import Loss, LossInputs
 from asyncrl.learning.masters import MasterAdam
 from asyncrl.learning.modelexport import adapter_config, adapter_tensors, file_tensors, model_tensors, write_adapter
-from asyncrl.learning.modelloading import checkpoint_layers, load_causal, with_adapter
-from asyncrl.learning.options import LoraConfig
+from asyncrl.learning.modelloading import checkpoint_layers, load_causal, torch_device, with_adapter
+from asyncrl.learning.options import LoraConfig, Sharing
 from asyncrl.learning.policymodule import PolicyModule
 from asyncrl.learning.prefixtrees import Pass
 from asyncrl.learning.sharing import reason_not_to_share
@@ -28,9 +28,11 @@ from asyncrl.learning.torch_peers import Alone, Peers, set_whole
 from asyncrl.learning.torch_state import load_tensors
 from asyncrl.types import FloatArray, IntArray
 
-__all__ = ["Sharing", "TorchModel"]
+__all__ = ["TorchModel"]
 
-Sharing: TypeAlias = Literal["auto", "off"]
+_USUAL_TOKENS = {"cpu": 768}
+"""On a CPU the time of a step hardly depends on how large its passes are, from 500 tokens up, but the memory does."""
+_USUAL_TOKENS_ELSE = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class TorchModel:
         dtype: str,
         device: str,
         threads: int | None,
-        micro_batch_tokens: int,
+        micro_batch_tokens: int | None = None,
         gradient_checkpointing: bool,
         seed: int,
         sharing: Sharing = "auto",
@@ -56,9 +58,10 @@ class TorchModel:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._path = path
-        self._micro_batch_tokens = micro_batch_tokens
         self._peers: Peers = peers or Alone()
         self._causal = load_causal(path, dtype=dtype, device=self._peers.load_device(device))
+        max_tokens = micro_batch_tokens or _USUAL_TOKENS.get(torch_device(device).type, _USUAL_TOKENS_ELSE)
+        self._micro_batch_tokens = max_tokens
         self._lora: Any = None if lora is None else with_adapter(self._causal, lora)
         if gradient_checkpointing:
             checkpoint_layers(self._causal)
@@ -72,7 +75,7 @@ class TorchModel:
         trained = {name: one for name, one in self._causal.named_parameters() if one.requires_grad}
         self._optimizer = MasterAdam(trained)
         self._scoring = PolicyScoring(
-            self._policy, path, adapted=self._lora, max_tokens=micro_batch_tokens, peers=self._peers, device=device
+            self._policy, path, adapted=self._lora, max_tokens=max_tokens, peers=self._peers, device=device
         )
         self._data = StepData(self._scoring)
 

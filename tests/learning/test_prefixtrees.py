@@ -83,6 +83,12 @@ def test_a_sequence_beyond_the_budget_has_a_pass_of_its_own() -> None:
     assert [one.sequences for one in found] == [(1,), (0, 2)]
 
 
+def test_answers_to_a_prompt_beyond_the_budget_share_it() -> None:
+    """As long as the pass is at most twice as long as the longest of them."""
+    found = passes([sequence_of("p" * 90 + answer * 20 + "z") for answer in "abcdefgh"], 50)
+    assert [one.computed_tokens for one in found] == [170, 170]
+
+
 def test_sequences_without_trained_tokens_are_in_no_pass() -> None:
     """And no sequences are no passes."""
     assert passes([sequence_of("abc", trained=[])], 10) == []
@@ -114,7 +120,7 @@ def _drawn(draw: st.DrawFn) -> TrainingSequence:
 def test_each_trained_token_once_after_its_own_context(
     sequences: list[TrainingSequence], max_tokens: int, pack: Callable[[Sequence[TrainingSequence], int], list[Pass]]
 ) -> None:
-    """In some pass, which stays within the budget unless it is one sequence; and the same again the next time."""
+    """In some pass, which stays within its bounds; and the same again the next time."""
     found = pack(sequences, max_tokens)
     wanted: Counter[int] = Counter()
     for one in found:
@@ -127,7 +133,8 @@ def test_each_trained_token_once_after_its_own_context(
                 context, target = sequences[index].tokens[:place].tolist(), int(sequences[index].tokens[place])
                 assert next(trained) == (context, target, sequences[index].temperature)
         assert next(trained, None) is None
-        assert one.computed_tokens <= max_tokens or len(one.sequences) == 1
+        longest = max(int(np.flatnonzero(sequences[index].mask)[-1]) for index in one.sequences)
+        assert one.computed_tokens <= max_tokens or len(one.sequences) == 1 or one.computed_tokens <= 2 * longest
         assert one.input_tokens == sum(len(sequences[index].tokens) for index in one.sequences)
     assert wanted == Counter(index for index, sequence in enumerate(sequences) if sequence.mask.any())
     assert [one.cost for one in found] == sorted((one.cost for one in found), reverse=True)
