@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: init | train | demo | check | show | eval | export | recipe | serve | simulate | ..
+"""The ``asyncrl`` command: init | train | demo | check | show | eval | export | recipe | serve | slurm | simulate | ..
 
 It reads the arguments, hands them to a command, and maps what happens to an exit code. Each command is a file beside
 this one; composition is in ``recipe``, the work in its owners.
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 import asyncrl
-from asyncrl.cli import check, evaluate, export, init, install, recipe, render, serve, show, simulate, train
+from asyncrl.cli import check, evaluate, export, init, install, recipe, render, serve, show, simulate, slurm, train
 from asyncrl.cli.common import EPILOG, Commands
 from asyncrl.concurrency.endings import first_error
 from asyncrl.errors import ConfigError
@@ -70,6 +70,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="print it and end",
     )
     commands = Commands(parser)
-    for command in (init, train, check, show, evaluate, export, recipe, simulate, render, serve, install):
+    for command in (init, train, check, show, evaluate, export, recipe, simulate, render, serve, slurm, install):
         command.add(commands)
     return parser

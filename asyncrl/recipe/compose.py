@@ -41,7 +41,7 @@ from asyncrl.training.evaluation import Evaluator
 from asyncrl.training.trainer import AsyncTrainer
 from asyncrl.types import Row
 
-__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts", "parts", "renderer_of"]
+__all__ = ["ComposedPrompts", "ComposedRun", "compose", "compose_prompts", "parts", "renderer_of", "server_options"]
 
 _LEAST_ADAPTERS = 8
 _SPARE_ADAPTERS = 4
@@ -177,7 +177,7 @@ def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLa
         return SGLang(source, api_key=section.api_key(), admin_key=section.admin_key(), **recipe.client)
     if not section.launches:
         return None
-    options = _server_options(recipe, model or recipe.path.parent)
+    options = server_options(recipe, model or recipe.path.parent)
     # For what this machine lacks, which is said before a model is made.
     machine = Machine.found()
     plan_command(options, machine)
@@ -188,7 +188,8 @@ def _sampler(recipe: Recipe, model: Path | None, directory: Path | None) -> SGLa
     return SGLang.launch(options, servers=section.servers, log_directory=directory)
 
 
-def _server_options(recipe: Recipe, model: Path) -> SGLangOptions:
+def server_options(recipe: Recipe, model: Path) -> SGLangOptions:
+    """How the SGLang servers of a run that starts its own are started. Raises ``ConfigError``."""
     try:
         return SGLangOptions(
             model=model,

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
@@ -24,7 +24,7 @@ from asyncrl.servers.embedded.options import ServerOptions
 from asyncrl.servers.machine import read_secret
 from asyncrl.servers.sglangcommand import SGLangOptions
 
-__all__ = ["UntilSignal", "add_server_flags", "read_options", "serve"]
+__all__ = ["UntilSignal", "add_server_flags", "flags_of", "read_options", "serve"]
 
 UntilSignal: TypeAlias = Callable[[Callable[[], Awaitable[None]]], Awaitable[bool]]
 """Awaits a function's coroutine, and cancels it at a signal."""
@@ -116,6 +116,25 @@ def read_options(options: Mapping[str, Any]) -> SGLangOptions:
     elif modules or "max_loras_per_batch" in found:
         raise ConfigError("--lora-modules and --max-loras-per-batch are about adapters, which need --lora-rank")
     return SGLangOptions(**found)
+
+
+def flags_of(options: SGLangOptions) -> list[str]:
+    """The flags that ``read_options`` reads as ``options``, but for its port and keys, which others say."""
+    left = {*_OTHER_FLAGS, "port", *(() if options.lora else ("max_loras_per_batch",))}
+    found: list[str] = []
+    for field in fields(options):
+        value, flag = getattr(options, field.name), "--" + field.name.replace("_", "-")
+        if field.name in left or value == field.default:
+            continue
+        if isinstance(value, tuple):
+            found += [flag, *value]
+        else:
+            found.append(flag if value is True else f"{flag}={value}")
+    if options.lora is not None:
+        found.append(f"--lora-rank={options.lora.r}")
+        if options.lora.target_modules != "all-linear":
+            found += ["--lora-modules", *options.lora.target_modules]
+    return [*found, "--", *options.arguments] if options.arguments else found
 
 
 async def _serve_sglang(options: SGLangOptions, say: Callable[[str], None]) -> None:
