@@ -116,6 +116,12 @@ class _Case:
         ({"groups_per_step": 0}, {}, "groups_per_step is 0"),
         ({"normalize": "tokens"}, {}, "normalize is 'tokens'"),
         ({"loss": "cipso"}, {}, "did you mean 'cispo'"),
+        ({"correction": rl.Correction(token="truncate")}, {}, "CISPO.*would count twice"),
+        (
+            {"advantage": rl.MaxRL(), "overlong": rl.OverlongPenalty(max_tokens=9, buffer=3)},
+            {},
+            "overlong is set and advantage is MaxRL",
+        ),
         ({"stale_policy": "drop"}, {}, "stale_policy is 'drop'"),
         ({"max_staleness": 2, "forward_backward_batch": rl.ForwardBackwardBatch()}, {}, "max_staleness is 2"),
         ({"advantage": rl.Batchwise(), "forward_backward_batch": rl.ForwardBackwardBatch()}, {}, "GroupCentered"),
