@@ -58,7 +58,7 @@ class ChunkResult:
     The trainer divides ``loss`` by the step's divisor and the others by the step's trained tokens."""
     log_ratios: FloatArray
     """(``tokens``,) float32, log-probability of the learner minus that of the sampler for each trained token, sequence
-    after sequence."""
+    after sequence. Empty if the learner does not say."""
     input_tokens: int
     """Tokens of the sequences, prompts included."""
     computed_tokens: int

@@ -86,6 +86,17 @@ class _Findings:
     def share(self, key: str) -> float:
         return self.shares.get(f"train/{key}_seconds", 0.0)
 
+    @property
+    def bound_to_work_ahead(self) -> int:
+        """The smallest ``max_staleness`` with which sampling goes on while the run trains."""
+        return 2 * int(self.run.plan("minibatches") or 1) * int(self.run.plan("epochs") or 1) - 1
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if it is known that nothing is sampled while the run trains."""
+        bound = self.run.plan("max_staleness")
+        return isinstance(bound, int) and bound < self.bound_to_work_ahead
+
 
 def advice(run: RunFiles, answers: Sequence[str] = ()) -> list[str]:
     """One sentence for each rule that fits, the weightiest first.
@@ -133,10 +144,10 @@ def _wait_for_samples(found: _Findings) -> str | None:
     share = found.share("wait_for_samples")
     if share < 0.5:
         return None
-    if found.run.plan("max_staleness") == 0:
+    if found.is_synchronous:
         return (
-            f"{share:.0%} of the time the trainer waits for samples: trainer.max_staleness = 1 lets sampling go on "
-            "while it trains."
+            f"{share:.0%} of the time the trainer waits for samples: trainer.max_staleness = "
+            f"{found.bound_to_work_ahead} lets sampling go on while it trains."
         )
     return (
         f"{share:.0%} of the time the trainer waits for samples: raise schedule.concurrency or schedule.admit_ahead, "
@@ -158,7 +169,7 @@ def _barrier(found: _Findings) -> str | None:
 
 def _forward_backward(found: _Findings) -> str | None:
     share = found.share("forward_backward")
-    if share < 0.6 or not found.run.plan("max_staleness"):
+    if share < 0.6 or not found.run.plan("max_staleness") or found.is_synchronous:
         return None
     return (
         f"{share:.0%} of the time is training itself: samples are there in time, so a lower trainer.max_staleness "
@@ -271,6 +282,16 @@ def _masked(found: _Findings) -> str | None:
     )
 
 
+def _far_from_policy(found: _Findings) -> str | None:
+    share = found.recent("ratio/effective_sample_frac", otherwise=1.0)
+    if share > 0.3:
+        return None
+    return (
+        f"The trained tokens are worth {share:.0%} of as many fresh ones, so far is the policy from the one that "
+        "sampled them: lower trainer.max_staleness, trainer.epochs or optimizer.lr, or look at mismatch/max."
+    )
+
+
 def _wasted(found: _Findings) -> str | None:
     made, wasted = found.recent("sampling/generated_tokens"), found.recent("sampling/wasted_tokens")
     if not made or wasted < 0.3 * made:
@@ -309,6 +330,7 @@ _RULES: tuple[Callable[[_Findings], str | None], ...] = (
     _forward_backward,
     _publication,
     _masked,
+    _far_from_policy,
     _wasted,
     _loop_held,
 )

@@ -108,6 +108,8 @@ def _simulate_all(
 
 def _measured(run: RunOptions, recording: Recording | None) -> float | None:
     """Steps per hour of the recorded run; None if there is none, or one of another shape."""
-    if recording is None or run.shape != recording.shape:
+    bound, *rest = run.shape
+    # What a recording shows of the bound is how long a group may wait until its batch starts.
+    if recording is None or (bound - (run.updates - 1), *rest) != recording.shape:
         return None
     return steps_per_hour(recording.steps, recording.max_staleness)

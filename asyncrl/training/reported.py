@@ -58,6 +58,8 @@ class StepReport:
         sums = dict(result.sums)
         self._losses[update] += sums.pop("loss", 0.0)
         self._sums.update(sums)
+        if not len(result.log_ratios):
+            return
         self._log_ratios.append(result.log_ratios)
         self._tokens_B.append(np.array([np.count_nonzero(sequence.mask) for sequence in sequences], dtype=np.int32))
         if update == 0:

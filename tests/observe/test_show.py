@@ -338,6 +338,7 @@ ADVICE: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     ("falls on held-out rows", rising(20), evaluations(0.9, 0.8, 0.7, 0.6, 0.5)),
     ("the reward does not rise", step_lines(60), []),
     ("too old to be trained", step_lines(5, **{"staleness/frac_masked": 0.5}), []),
+    ("worth 10% of as many", step_lines(5, **{"ratio/effective_sample_frac": 0.1}), []),
     ("never trained", step_lines(5, **{"sampling/wasted_tokens": 50.0}), []),
     ("held all conversations up for 3.0 s", step_lines(5, **{"loop/lag_max_seconds": 3.0}), []),
 ]
@@ -360,6 +361,9 @@ def test_synchronous_runs_are_told_of_staleness(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, steps=steps, about={"plan": {"max_staleness": 0}}))
     [sentence] = advice(run)
     assert "trainer.max_staleness = 1" in sentence
+    plan = {"max_staleness": 3, "minibatches": 2, "epochs": 2}
+    [sentence] = advice(read_run(write_run(tmp_path / "updates", steps=steps, about={"plan": plan})))
+    assert "trainer.max_staleness = 7" in sentence
 
 
 def test_equal_answers_are_pointed_out(tmp_path: Path) -> None:

@@ -257,6 +257,17 @@ def test_a_step_without_gradient_is_in_the_journal(tmp_path: Path) -> None:
     )
 
 
+def test_a_journal_of_another_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not damaged, and the message says how to go on."""
+    writer = Journal(tmp_path, tmp_path / "refused")
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.checkpoint.journal._FORMAT", "2")
+        writer.draft(_entry())
+        writer.commit(1)
+    with pytest.raises(CheckpointError, match="format '2', which another release of asyncrl wrote"):
+        writer.read(1)
+
+
 def test_sequences_come_back_to_the_last_bit(tmp_path: Path) -> None:
     """In their chunks; advantages and weights are float64."""
     journal = Journal(tmp_path, tmp_path / "refused")

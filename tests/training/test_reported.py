@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -109,12 +110,16 @@ def test_without_tokens_of_age_zero_the_youngest_are_measured() -> None:
 
 
 def test_a_step_without_tokens_has_the_same_metrics() -> None:
-    """Neutral values, no division by zero; a sequence without trained tokens does not matter."""
+    """Neutral values, no division by zero; a sequence without trained tokens does not matter, nor that a learner of the
+    user's own does not say its log-ratios."""
     report = StepReport()
     report.record([_sequence([0])], _result([0.0]))
     empty, masked = StepReport(), StepReport()
     masked.record([_sequence([]), _sequence([0]), _sequence([])], _result([0.5]))
-    assert _metrics(empty).keys() == _metrics(report).keys() == _metrics(masked).keys()
+    silent = StepReport()
+    silent.record([_sequence([0, 0])], replace(_result([]), tokens=2))
+    assert _metrics(silent)["train/input_tokens"] == 30.0
+    assert _metrics(silent).keys() == _metrics(empty).keys() == _metrics(report).keys() == _metrics(masked).keys()
     assert _metrics(empty)["ratio/effective_sample_frac"] == 1.0
     assert _metrics(masked)["ratio/effective_sequence_frac"] == 1.0
 
