@@ -33,6 +33,10 @@ _CLOSE_S = 10.0
 _LOST = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
+class _RankFailed(LearnerError):
+    """What the first rank that failed has said; the others may be gone for another reason."""
+
+
 class Connection:
     """Frames over a stream of bytes."""
 
@@ -144,6 +148,10 @@ class RanksHost:
         try:
             await link.connection.send(request)
             return await self._received(link.connection)
+        except _RankFailed as error:
+            self._is_lost = True
+            error.add_note(await link.last_words())
+            raise
         except TimeoutError as error:  # which is an OSError
             self._is_lost = True
             raise LearnerError(
@@ -166,8 +174,7 @@ class RanksHost:
             if "part" in header:
                 parts.update(await anyio.to_thread.run_sync(_tensors, frame.payload))
             elif "failed" in header:
-                self._is_lost = True
-                raise LearnerError(f"a rank of the learner has failed: {header['failed']}")
+                raise _RankFailed(f"a rank of the learner has failed: {header['failed']}")
             elif "error" in header:
                 raise _error(header)
             elif "result" in header:
