@@ -94,15 +94,16 @@ class DriverLink:
         os._exit(1)
 
     def close(self) -> None:
-        """The driver has asked for the end."""
-        self._is_closing = True
+        """After the driver has asked for the end."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         try:
             while True:
-                self.requests.put(read_frame(self._receive))
+                request = read_frame(self._receive)
+                self._is_closing = request.header.get("method") == "close"
+                self.requests.put(request)
         except (OSError, FrameError) as error:
             if self._is_closing:
                 return
