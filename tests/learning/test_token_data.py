@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.errors import ConfigError
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import (
     CISPO,
@@ -119,3 +120,17 @@ def test_a_teacher_is_one_file(model_path: Path) -> None:
     assert {"teacher", "masked_frac", "reference_kl"} <= set(model.forward_backward(sequences, loss).sums)
     with pytest.raises(KeyError):
         model.forward_backward(sequences, DecoupledPPO())
+
+
+@dataclass(frozen=True)
+class _OneTooMany(Teacher):
+    def compute(self, model: ScoringModel, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        return [torch.zeros(int(one.mask.sum()) + 1) for one in sequences]
+
+
+def test_numbers_of_another_length_are_refused(model_path: Path) -> None:
+    """The error names the data and says how many there should be."""
+    sequences = random_sequences(4, 1)
+    tokens = int(sequences[0].mask.sum())
+    with pytest.raises(ConfigError, match=rf"token data 'teacher' is \({tokens + 1},\), but must be \({tokens},\)"):
+        load(model_path).prepare_step(sequences, Distillation(token_data=(_OneTooMany(),)))
