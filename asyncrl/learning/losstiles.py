@@ -176,14 +176,14 @@ def _totals(
             tile_lse = x.amax(-1).double() - p.amax(-1).double().log()
             w = torch.sigmoid(tile_lse - lse[row])
             lse[row] = torch.logaddexp(lse[row], tile_lse)
-            mean[row] = mean[row].lerp(torch.linalg.vecdot(p, x).double(), w)
+            mean[row].lerp_(torch.linalg.vecdot(p, x).double(), w)
             place, inside = _places(call.targets[row], column)
             chosen[row] = torch.where(inside, x.gather(1, place)[:, 0].double(), chosen[row])
             if slopes:
                 cap_slope = tiles.cap_slope(x, row)
                 p = p if cap_slope is None else p.mul_(cap_slope)
                 for slope, weight in zip(slopes, weights, strict=True):
-                    slope[row] = slope[row].lerp(_product(p, weight, slope.dtype), w[:, None].to(slope.dtype))
+                    slope[row].lerp_(_product(p, weight, slope.dtype), w[:, None].to(slope.dtype))
     if bias is not None and call.rule.softcap is None:
         chosen = chosen.masked_fill(bias[call.targets] == -torch.inf, -torch.inf)
     if slopes:
