@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
 from asyncrl.learning.options import LoraConfig
 from asyncrl.learning.ranks import driverlink
+from asyncrl.recipe.config import load_recipe
 from asyncrl.recipe.slurm import SlurmOptions, lay_out
 from asyncrl.servers.serving import add_server_flags, flags_of, read_options
 from asyncrl.servers.sglangcommand import SGLangOptions
@@ -167,9 +169,11 @@ def test_a_part_that_dies_ends_all(
         "server-2.0": "2,3",
     }
     assert calls["driver."][1:5] == ["-m", "asyncrl", "train", str(home / "recipe.toml")]
-    assert {"env.word=it's $HOME", "model.address=node1:29400", "model.ranks=", "sampler.servers="} <= {
-        *calls["driver."]
-    }
+    settings = [value for flag, value in pairwise(calls["driver."]) if flag == "--set"]
+    recipe = load_recipe(home / "recipe.toml", settings)
+    assert (recipe.env.options, recipe.steps) == ({"word": "it's $HOME"}, 2)
+    assert (recipe.learner["address"], str(recipe.learner["token_file"])) == ("node1:29400", str(folder / "token"))
+    assert (recipe.learner["ranks"], recipe.sampler.urls_file) == (1, str(folder / "servers"))
     assert {"--log-level", "it's $HOME", f"--model={home / 'my model'}", "--host=0.0.0.0"} <= {*calls["server-0.0"]}
 
 

@@ -262,7 +262,7 @@ def test_blocking_takes_no_time_of_the_virtual_clock(way: str) -> None:
 
 
 class _Hanging(_Blocking):
-    async def close(self) -> None:
+    async def close(self) -> None:  # type: ignore[override]
         """Without a thread, which may take longer than the clock waits for one."""
 
 
