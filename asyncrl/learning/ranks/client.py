@@ -33,7 +33,7 @@ _CLOSE_S = 10.0
 _LOST = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
-class _RankFailed(LearnerError):
+class _RankFailed(Exception):
     """What the first rank that failed has said; the others may be gone for another reason."""
 
 
@@ -148,10 +148,11 @@ class RanksHost:
         try:
             await link.connection.send(request)
             return await self._received(link.connection)
-        except _RankFailed as error:
+        except _RankFailed as failed:
             self._is_lost = True
+            error = LearnerError(f"a rank of the learner has failed: {failed}")
             error.add_note(await link.last_words())
-            raise
+            raise error from None
         except TimeoutError as error:  # which is an OSError
             self._is_lost = True
             raise LearnerError(
@@ -174,7 +175,7 @@ class RanksHost:
             if "part" in header:
                 parts.update(await anyio.to_thread.run_sync(_tensors, frame.payload))
             elif "failed" in header:
-                raise _RankFailed(f"a rank of the learner has failed: {header['failed']}")
+                raise _RankFailed(header["failed"])
             elif "error" in header:
                 raise _error(header)
             elif "result" in header:
