@@ -34,6 +34,7 @@ from asyncrl.servers.launch import EmbeddedServer
 from asyncrl.servers.sglangcommand import SGLangOptions
 from asyncrl.servers.sglangserver import SGLangServer
 from benchmarks.answer import Answer
+from benchmarks.tokenizer import write_tokenizer
 
 __all__ = ["main"]
 
@@ -67,19 +68,8 @@ def _write_model(directory: Path, sizes: Mapping[str, Any]) -> int:
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
-    _write_tokenizer(directory, sizes["vocab_size"])
+    write_tokenizer(directory, sizes["vocab_size"])
     return int(sum(parameter.numel() for parameter in model.parameters()))
-
-
-def _write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """One word for each id, because the server wants a tokenizer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(vocab_size)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    wrap: Any = PreTrainedTokenizerFast
-    wrap(tokenizer_object=backend, pad_token="w0", eos_token="w1").save_pretrained(directory)
 
 
 @asynccontextmanager
