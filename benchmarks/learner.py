@@ -70,6 +70,7 @@ class _Process:
 
     def __init__(self, command: Sequence[str], threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._name = " ".join(command)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -85,7 +86,7 @@ class _Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(map(str, self._process.args))} ended before its answer; see above")
+            raise RuntimeError(f"{self._name} ended before its answer; see above")
         said: dict[str, Any] = json.loads(line)
         return said
 
@@ -149,7 +150,7 @@ def _agreement(workload: str, measured: Mapping[str, _Measured]) -> Answer:
 
 
 def _difference(one: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
-    found = [abs(one[key] - plain[key]) / abs(plain[key]) for key in ("loss", "gradient_norm")]
+    found: list[float] = [abs(one[key] - plain[key]) / abs(plain[key]) for key in ("loss", "gradient_norm")]
     if one["entropy"] is not None:
         found.append(abs(one["entropy"] - plain["entropy"]) / abs(plain["entropy"]))
     if one["logprobs"] is not None:

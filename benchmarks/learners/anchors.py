@@ -169,7 +169,7 @@ class TRLTree(Anchor):
             loss.backward()
             total += float(loss.detach())
             kept += logprobs.detach().tolist()
-            entropy += float(said.entropy.flatten()[places].sum())
+            entropy += float(said.entropy.detach().flatten()[places].sum())
         return Pass(loss=total, logprobs=kept, entropy=entropy)
 
     def _forward(self, packed: dict[str, torch.Tensor]) -> Any:

@@ -52,11 +52,8 @@ class Contestant(Protocol):
         ...
 
 
-def serve(
-    make: Callable[[], Contestant], sequences: Sequence[Sample], say: Callable[[Mapping[str, Any]], None]
-) -> None:
-    """Load, warm up, and then obey ``round`` and ``check`` until the input ends."""
-    contestant = make()
+def serve(contestant: Contestant, sequences: Sequence[Sample], say: Callable[[Mapping[str, Any]], None]) -> None:
+    """Warm up, and then obey ``round`` and ``check`` until the input ends."""
     contestant.run([min(sequences, key=lambda one: len(one.tokens))])
     own_mib = _begin_peak()
     say({"own_mib": own_mib})

@@ -47,7 +47,7 @@ class Ours:
 
 def _item(one: Sample) -> TrainingSequence:
     return TrainingSequence(
-        tokens=one.tokens,
+        tokens=one.tokens.astype(np.int32),
         logprobs=one.logprobs,
         mask=one.mask,
         ages=np.zeros(len(one.tokens), dtype=np.int32),
