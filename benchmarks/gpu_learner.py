@@ -179,10 +179,11 @@ def head_answers(device: str, sizes: tuple[int, int, int], rounds: int) -> Itera
     from asyncrl.learning.losshead import head_logprobs
 
     rows, hidden_size, vocabulary = sizes
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "generator": _generator(device)}
-    hidden = torch.randn(rows, hidden_size, **options).requires_grad_()
-    weight = (torch.randn(vocabulary, hidden_size, **options) / hidden_size**0.5).requires_grad_()
-    targets = torch.randint(vocabulary, (rows,), device=device, generator=options["generator"])
+    draw = _generator(device)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    hidden = torch.randn(rows, hidden_size, generator=draw, **options).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden_size, generator=draw, **options) / hidden_size**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), device=device, generator=draw)
     temperature = torch.ones(rows, device=device)
 
     def head() -> None:
