@@ -24,6 +24,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.errors import LearnerError
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.types import FloatArray
 
@@ -144,6 +145,8 @@ def _inputs(sequences: Sequence[TrainingSequence]) -> list[_Input]:
     for index, sequence in enumerate(sequences):
         trained = np.flatnonzero(sequence.mask)
         if len(trained):
+            if trained[0] == 0:
+                raise LearnerError(f"sequence {index} trains its first token, which no token comes before")
             tokens = sequence.tokens[: trained[-1]].astype(np.int64)
             found.append(_Input(index=index, tokens=tokens, sequence=sequence))
     return found

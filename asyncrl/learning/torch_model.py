@@ -101,6 +101,7 @@ class TorchModel:
                 data=self._data.of(batch, loss, logprobs.device),
             )
             output = loss.per_token(inputs)
+            output.require_one_each(len(logprobs))
             weighted = counts * (output.loss * self._repeated([sequence.weight for sequence in batch], one)).sum()
             weighted.backward()
             sums["computed_tokens"] += one.computed_tokens
@@ -193,7 +194,7 @@ class TorchModel:
         return adapter_config(self._lora, self._path)
 
     def logprobs(self, tokens: IntArray, start: int, temperature: float) -> FloatArray:
-        """(T - start,) log-probabilities of ``tokens[start:]``, logits / ``temperature``."""
+        """(T - start,) log-probabilities of ``tokens[start:]``, logits / ``temperature``; ``start`` is at least 1."""
         sequence = TrainingSequence(
             tokens=tokens,
             logprobs=np.zeros(len(tokens), dtype=np.float32),

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from asyncrl.errors import StalenessError
+from asyncrl.errors import ConfigError, StalenessError
 from asyncrl.learning.advantages import Advantage, Rewards, group_by_group
 from asyncrl.learning.base import TrainingSequence, Update
 from asyncrl.learning.losses import Divisor, Normalize, token_weight
@@ -107,6 +107,7 @@ class StepAssembly:
         if not self._waiting:
             return
         advantages = self._advantage(rewards, min_members=self._min_members)
+        _require_same_shape(rewards, advantages)
         waiting = {id(group) for group in self._waiting}
         for group, group_advantages in zip(self._groups, advantages, strict=True):
             if id(group) in waiting:
@@ -258,3 +259,9 @@ class StepAssembly:
                 f"trajectory {member.id} has a segment of version {span.version}, which would be trained at version "
                 f"{version} with max_staleness {self._max_staleness}"
             )
+
+
+def _require_same_shape(rewards: Rewards, advantages: Sequence[Sequence[float]]) -> None:
+    wanted, found = ([len(group) for group in groups] for groups in (rewards, advantages))
+    if found != wanted:
+        raise ConfigError.for_value("the members of each group in advantage(..)", found, f"those of rewards: {wanted}")

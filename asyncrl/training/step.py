@@ -12,6 +12,7 @@ from typing import Literal, Self, TypeAlias, get_args
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 
 from asyncrl.concurrency.endings import noting_on
 from asyncrl.errors import LearnerError, NonFiniteError
@@ -25,7 +26,7 @@ from asyncrl.events import (
     StepFinished,
     VersionCommitted,
 )
-from asyncrl.learning.base import OptimizerSettings, TrainingSequence, Update, distinct_sequences
+from asyncrl.learning.base import ChunkResult, OptimizerSettings, TrainingSequence, Update, distinct_sequences
 from asyncrl.observe.metrics import BatchMetrics
 from asyncrl.plain import numbers
 from asyncrl.training.assembly import StepAssembly
@@ -302,9 +303,9 @@ class TrainerStep:
         """One pass after ``made`` updates of this step."""
         started = anyio.current_time()
         result = await self._learner.forward_backward(sequences, self._options.loss_object, updates=made)
-        if not math.isfinite(result.sums.get("loss", 0.0)):
+        if wrong := _not_finite(result):
             async with self._written(self._updates or [Update(chunks=self._chunks)], []):
-                raise NonFiniteError(f"the loss of a pass of step {self.n} is {result.sums['loss']}; no step was taken")
+                raise NonFiniteError(f"{wrong} in a pass of step {self.n}; no step was taken")
         self._report.record(sequences, result, update=made)
         now = anyio.current_time()
         self._events.emit(
@@ -345,6 +346,14 @@ class TrainerStep:
                 )
             )
         return events
+
+
+def _not_finite(result: ChunkResult) -> str | None:
+    """What a pass reported that no step may be made of, also where a loss masks such a token."""
+    loss, unknown = result.sums.get("loss", 0.0), int(np.isnan(result.log_ratios).sum())
+    if unknown:
+        return f"the log-probability of {unknown} of {len(result.log_ratios)} trained tokens is nan"
+    return None if math.isfinite(loss) else f"the loss is {loss}"
 
 
 def _means(reports: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

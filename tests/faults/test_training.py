@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,27 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_rows_are_not_consumed(
     assert [event.version for event in case.of(VersionCommitted)] == [1]
     assert case.audit.ledger.totals.consumed == 2
     assert case.audit.ledger.close() == 2
+
+
+class _UnknowingLearner(ScriptedLearner):
+    """One log-probability of each pass is no number; the loss is."""
+
+    async def forward_backward(
+        self, sequences: Sequence[TrainingSequence], loss: Any, *, updates: int = 0
+    ) -> ChunkResult:
+        result = await super().forward_backward(sequences, loss, updates=updates)
+        result.log_ratios[-1] = math.nan
+        return result
+
+
+def test_a_log_probability_that_is_no_number_is_refused_whatever_the_loss_makes_of_it() -> None:
+    """Losses and corrections that mask such a token would hide a model that is broken."""
+    learner = _UnknowingLearner()
+    case = Case(learner=learner)
+    with pytest.raises(NonFiniteError, match=r"1 of \d+ trained tokens is nan in a pass of step 1; no step was taken"):
+        case.play(3)
+    assert learner.pending == []
+    assert not case.of(VersionCommitted)
 
 
 # a task's error is the run's

@@ -105,6 +105,15 @@ def test_what_is_no_number_at_a_masked_token_reaches_no_gradient(loss: Loss, log
     assert output.loss.isfinite().all()
 
 
+@pytest.mark.parametrize("mu", [math.nan, -INF])
+@pytest.mark.parametrize("ratio", ["geometric", "product"])
+def test_a_weight_that_is_no_number_is_not_used(mu: float, ratio: Any) -> None:
+    """One token without a ratio leaves its sequence without one; the other sequence is trained."""
+    inputs = loss_inputs([-1.0, -1.0, -1.0], [-1.0, mu, -1.0], [1.0, 1.0, 1.0], tokens_B=[2, 1])
+    gradient = _gradient(Correction(sequence="truncate", sequence_ratio=ratio), inputs)
+    assert gradient == pytest.approx([0.0, 0.0, -1.0] if math.isnan(mu) else [-2.0, -2.0, -1.0])
+
+
 @pytest.mark.parametrize("loss", ALL, ids=lambda loss: loss.name)
 def test_a_pass_whose_tokens_are_all_masked_can_be_trained(loss: Loss) -> None:
     """Its gradient is 0, and there is one."""

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.errors import LearnerError
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.prefixtrees import Nodes, Pass, passes, row_passes
 from tests.learning.tiny import sequence_of
@@ -93,6 +95,13 @@ def test_sequences_without_trained_tokens_are_in_no_pass() -> None:
     """And no sequences are no passes."""
     assert passes([sequence_of("abc", trained=[])], 10) == []
     assert row_passes([], 10) == []
+
+
+@pytest.mark.parametrize("packing", [passes, row_passes])
+def test_a_first_token_is_not_trained(packing: Callable[..., list[Pass]]) -> None:
+    """It would get the log-probability of some other place."""
+    with pytest.raises(LearnerError, match="sequence 1 trains its first token"):
+        packing([sequence_of("abc"), sequence_of("abc", trained=[0, 2])], 10)
 
 
 def test_rows_have_similar_lengths() -> None:

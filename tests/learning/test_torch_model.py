@@ -106,6 +106,32 @@ class _WholeSequences:
         return LossOutput(loss=-ratios * inputs.advantages, diagnostics={})
 
 
+class _Reshaped:
+    """The plain loss of each token in another shape, or a number beside it in one."""
+
+    token_data = ()
+    diagnostics = ("column",)
+
+    def __init__(self, *, loss: tuple[int, ...], beside: tuple[int, ...]) -> None:
+        self.loss, self.beside = loss, beside
+
+    def per_token(self, inputs: LossInputs) -> LossOutput:
+        values = -inputs.advantages * inputs.logprobs
+        whole = values.sum() if self.loss == () else values.reshape(self.loss)
+        return LossOutput(loss=whole, diagnostics={"column": values.detach().reshape(self.beside)})
+
+
+@pytest.mark.parametrize(
+    ("loss", "beside", "name"), [((-1, 1), (-1,), "loss"), ((), (-1,), "loss"), ((-1,), (1, -1), "column")]
+)
+def test_a_loss_of_another_shape_is_refused(
+    model_path: Path, loss: tuple[int, ...], beside: tuple[int, ...], name: str
+) -> None:
+    """Broadcasting would make a sum of it that nobody meant."""
+    with pytest.raises(ConfigError, match=rf"the shape of the loss's '{name}' is .*, a value for each trained token"):
+        load(model_path).forward_backward(random_sequences(3), _Reshaped(loss=loss, beside=beside))
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [4096, 26, 1])
 def test_a_loss_can_look_at_whole_sequences(model_path: Path, micro_batch_tokens: int) -> None:
     """It is told which tokens belong together, and they do however the sequences are divided into passes."""

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from asyncrl.errors import StalenessError
+from asyncrl.errors import ConfigError, StalenessError
 from asyncrl.learning.advantages import Advantage, Batchwise, GroupCentered, LeaveOneOut, MaxRL, Rewards
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import Normalize
@@ -416,3 +416,20 @@ def test_an_update_that_would_train_too_old_tokens_is_refused() -> None:
     assembly.add([_group(0, _member(1.0, version=2), _member(0.0, version=3))])
     with pytest.raises(StalenessError, match="trained at version 4 with max_staleness 1"):
         list(assembly.updates([[0], [0]]))
+
+
+def _short(rewards: Rewards, *, min_members: int) -> list[list[float]]:
+    return [[1.0] * len(group) for group in rewards[1:]]
+
+
+def _narrow(rewards: Rewards, *, min_members: int) -> list[list[float]]:
+    return [[1.0] * (len(group) - 1) for group in rewards]
+
+
+@pytest.mark.parametrize("wrong", [_short, _narrow])
+def test_advantages_of_another_shape_are_refused(wrong: Advantage) -> None:
+    """A function of one's own gives one number for each member."""
+    assembly = _assembly(wrong)
+    assembly.add([_group(0, _member(1.0), _member(0.0)), _group(1, _member(1.0), _member(0.0))])
+    with pytest.raises(ConfigError, match=r"advantage\(\.\.\) is .*, but must be those of rewards: \[2, 2\]"):
+        list(assembly.finish())

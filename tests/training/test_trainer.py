@@ -116,6 +116,8 @@ class _Case:
         ({"groups_per_step": 0}, {}, "groups_per_step is 0"),
         ({"normalize": "tokens"}, {}, "normalize is 'tokens'"),
         ({"loss": "cipso"}, {}, "did you mean 'cispo'"),
+        ({"loss": rl.PPO}, {}, "a class, but must be"),
+        ({"loss": object()}, {}, "without token_data, diagnostics, per_token, but must be"),
         ({"correction": rl.Correction(token="truncate")}, {}, "CISPO.*would count twice"),
         (
             {"advantage": rl.MaxRL(), "overlong": rl.OverlongPenalty(max_tokens=9, buffer=3)},

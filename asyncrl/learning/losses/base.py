@@ -70,6 +70,13 @@ class LossOutput:
     loss: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor]
 
+    def require_one_each(self, tokens: int) -> None:
+        """Raise ``ConfigError`` for a tensor that is not (``tokens``,): broadcasting would make a wrong sum of it."""
+        for name, values in {"loss": self.loss, **self.diagnostics}.items():
+            if tuple(values.shape) != (tokens,):
+                key, allowed = f"the shape of the loss's {name!r}", f"({tokens},), a value for each trained token"
+                raise ConfigError.for_value(key, tuple(values.shape), allowed)
+
 
 class ScoringModel(Protocol):
     """What ``TokenData`` sees of the learner's model."""
@@ -128,7 +135,11 @@ class Reference:
 
 
 class Loss(Protocol):
-    """What ``AsyncTrainer(loss=..)`` takes; any object with these members will do."""
+    """What ``AsyncTrainer(loss=..)`` takes; any object with these members will do.
+
+    One with a weight or ratio to the sampler of its own says so by ``corrects_sampling = True``: then a ``Correction``
+    that weighs is refused beside it.
+    """
 
     @property
     def token_data(self) -> tuple[TokenData, ...]:

@@ -32,16 +32,23 @@ _KINDS: tuple[type[NamedLoss], ...] = (
 )
 
 
+_TAKEN = frozenset({"loss", "entropy", "computed_tokens"})
+
+
 def loss_kinds() -> dict[str, type[NamedLoss]]:
     """The losses that can be asked for by name."""
     return {kind.name: kind for kind in _KINDS}
 
 
 def loss_from(loss: str | Loss, **options: float | str) -> Loss:
-    """A loss by name with its ``options``, or the object itself; ``ConfigError`` for an unknown name or option."""
+    """A loss by name with its ``options``, or the object itself.
+
+    Raises ``ConfigError`` for an unknown name or option, and for an object that is no ``Loss``.
+    """
     if not isinstance(loss, str):
         if options:
             raise ConfigError(f"loss options {sorted(options)} go into the loss object {loss!r}")
+        _require_loss(loss)
         return loss
     kinds = loss_kinds()
     if loss not in kinds:
@@ -54,6 +61,17 @@ def loss_from(loss: str | Loss, **options: float | str) -> Loss:
         _require_kind(f"loss.{option}", value, text=isinstance(defaults[option], str))
     values: dict[str, Any] = options
     return kind(**values)
+
+
+def _require_loss(loss: Loss) -> None:
+    missing = [name for name in ("token_data", "diagnostics", "per_token") if not hasattr(loss, name)]
+    if missing or isinstance(loss, type):
+        kind = "a class" if isinstance(loss, type) else f"an object without {', '.join(missing)}"
+        allowed = "a name, or an object with token_data, diagnostics and per_token, as asyncrl.Loss says"
+        raise ConfigError(f"loss is {loss!r}, {kind}, but must be {allowed}")
+    taken = sorted(_TAKEN.intersection(loss.diagnostics))
+    if taken:
+        raise ConfigError.for_value("loss.diagnostics", taken[0], "a name that the learner does not report itself")
 
 
 def _require_kind(key: str, value: object, *, text: bool) -> None:

@@ -43,7 +43,7 @@ class Correction:
     ``truncate`` weighs the gradient by sg(min(max(r, low), high)), truncated importance sampling; ``mask`` gives none
     outside of the bounds. The ratio of a sequence is exp(mean of log r), or exp(sum of log r) if "product" is asked
     for, which leaves every bound in long sequences. ``logp`` is the current policy, or p, the one at the step's start,
-    where the loss has asked for it. A ratio that is not a number is masked.
+    where the loss has asked for it. A ratio that is not a number is masked; a trainer refuses the step that has one.
 
     Example: ``Correction(token="mask", token_low=0.5, token_high=2.0, veto_low=1e-4)``.
     """
@@ -104,6 +104,7 @@ class Correction:
                 keep = keep & _within(values, low, high)
             elif action == "truncate":
                 weight, truncated = values.clamp(low, high), ~_within(values, low, high)
+        keep = keep & ~weight.isnan()
         return Verdict(keep=keep, weight=weight, truncated=truncated & keep, vetoed=vetoed)
 
     def _sequence_ratio(self, log_ratios: torch.Tensor, tokens_B: Sequence[int]) -> torch.Tensor:
