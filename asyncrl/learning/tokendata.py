@@ -91,7 +91,8 @@ class PolicyScoring:
         for one, counts in self._peers.shares(policy, sequences, self._max_tokens):
             logprobs, _ = policy(one)
             for index, part in zip(one.sequences, logprobs.split(one.tokens_B), strict=True):
-                parts[index].add_(counts * part.cpu())
+                if counts:
+                    parts[index].copy_(part.cpu())
         return list(self._peers.summed(found).split(counts_B))
 
     @property

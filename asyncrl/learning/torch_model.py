@@ -105,11 +105,12 @@ class TorchModel:
             weighted = counts * (output.loss * self._repeated([sequence.weight for sequence in batch], one)).sum()
             weighted.backward()
             sums["computed_tokens"] += one.computed_tokens
-            sums["loss"] += float(weighted.detach())
-            sums["entropy"] += counts * float(entropy.sum())
-            for name, values in output.diagnostics.items():
-                sums[name] += counts * float(values.sum())
-            ratios = counts * (logprobs.detach() - inputs.sampled_logprobs).cpu().numpy()
+            for name, values in {"loss": weighted.detach(), "entropy": entropy, **output.diagnostics}.items():
+                # Not times 0: a ratio may be infinite.
+                sums[name] += float(values.sum()) if counts else 0.0
+            if not counts:
+                continue
+            ratios = (logprobs.detach() - inputs.sampled_logprobs).cpu().numpy()
             for index, part in zip(one.sequences, np.split(ratios, np.cumsum(one.tokens_B)[:-1]), strict=True):
                 log_ratios[index] += part
         # Every rank has a pass if any has, and so the same names.

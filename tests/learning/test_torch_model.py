@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from asyncrl.errors import ConfigError, NonFiniteError
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.losses import CISPO, DecoupledPPO, LossInputs, LossOutput, PolicyGradient
 from asyncrl.learning.options import LoraConfig
+from asyncrl.learning.policymodule import PolicyModule
+from asyncrl.learning.prefixtrees import Pass
 from asyncrl.learning.torch_model import TorchModel
+from asyncrl.learning.torch_peers import Alone
 from asyncrl.types import FloatArray
 from tests.learning.tiny import (
     CLOSE,
@@ -104,6 +107,27 @@ class _WholeSequences:
         parts = (inputs.logprobs - inputs.sampled_logprobs).split(list(inputs.tokens_B))
         ratios = torch.cat([part.mean().exp().expand(len(part)) for part in parts])
         return LossOutput(loss=-ratios * inputs.advantages, diagnostics={})
+
+
+class _Elsewhere(Alone):
+    """All passes count in another rank."""
+
+    def shares(
+        self, policy: PolicyModule, sequences: Sequence[TrainingSequence], max_tokens: int
+    ) -> Iterable[tuple[Pass, float]]:
+        return [(one, 0.0) for one in policy.passes(sequences, max_tokens)]
+
+
+def test_a_pass_that_counts_elsewhere_adds_nothing_here(model_path: Path) -> None:
+    """Also where a ratio is infinite, which times 0 is no number."""
+    sequences = random_sequences(3)
+    for one in sequences:
+        one.logprobs[one.mask] = -np.inf
+    model = load(model_path, peers=_Elsewhere())
+    result = model.forward_backward(sequences, PolicyGradient())
+    assert not np.any(result.log_ratios)
+    assert set(result.sums.values()) == {0.0}
+    assert all(not gradient.any() for gradient in gradients_of(model._causal).values())
 
 
 class _Reshaped:

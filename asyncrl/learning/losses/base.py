@@ -89,8 +89,8 @@ class ScoringModel(Protocol):
     def logprobs(self, sequences: Sequence[TrainingSequence], *, adapter: bool = True) -> list[torch.Tensor]:
         """Log-probabilities of the trained tokens: one (tokens,) float32 tensor for each sequence, without gradient.
 
-        With ``adapter=False`` those of the model that training began from: the adapter is switched off, or, if all
-        weights are trained, a frozen copy of them is loaded from ``path`` when this is first asked for.
+        With ``adapter=False`` those of the model in ``path``: the adapter is switched off, also one that training began
+        from, or, if all weights are trained, a frozen copy of them is loaded when this is first asked for.
         """
         ...
 

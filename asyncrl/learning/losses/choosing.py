@@ -67,7 +67,9 @@ def _require_loss(loss: Loss) -> None:
     missing = [name for name in ("token_data", "diagnostics", "per_token") if not hasattr(loss, name)]
     if missing or isinstance(loss, type):
         kind = "a class" if isinstance(loss, type) else f"an object without {', '.join(missing)}"
-        allowed = "a name, or an object with token_data, diagnostics and per_token, as asyncrl.Loss says"
+        allowed = (
+            "a name, or an object with token_data, diagnostics and per_token, as asyncrl.learning.losses.Loss says"
+        )
         raise ConfigError(f"loss is {loss!r}, {kind}, but must be {allowed}")
     taken = sorted(_TAKEN.intersection(loss.diagnostics))
     if taken:
