@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learning.ranks.client import RanksHost
 from asyncrl.learning.ranks.launch import LocalRanks
+from tests.learning.ranks.fakeranks import OPTIONS
 
 CONNECT = "import socket, sys; link = socket.socket(socket.AF_UNIX); link.connect(sys.argv[1]); link.recv(1)"
+
+KILLED = """
+import os, signal, socket, sys
+if os.environ["RANK"] == "1":
+    open(sys.argv[2]).read()  # until the other has heard of a call
+    os.kill(os.getpid(), signal.SIGKILL)
+link = socket.socket(socket.AF_UNIX)
+link.connect(sys.argv[1])
+link.recv(1)
+open(sys.argv[2], "w").close()
+signal.pause()
+"""
 
 
 def _stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> LocalRanks:
@@ -45,6 +59,25 @@ async def test_lost_ranks_say_how_they_ended(monkeypatch: pytest.MonkeyPatch) ->
     async with _stand_in(monkeypatch, f"{CONNECT}; sys.exit('out of memory')")() as link:
         await link.connection.aclose()
         assert "exit code 1; its last lines:\nout of memory" in await link.last_words()
+
+
+@pytest.mark.slow
+async def test_a_rank_that_is_killed_ends_the_call_and_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under the real torchrun, while the first is deaf as in the middle of a step: the error says which and how."""
+    script, heard = tmp_path / "rank.py", tmp_path / "heard"
+    script.write_text(KILLED)
+    os.mkfifo(heard)
+    ranks = LocalRanks(ranks=2, timeout_s=60)
+    torchrun = ranks._command(tmp_path)[:6]
+    monkeypatch.setattr(LocalRanks, "_command", lambda self, path: [*torchrun, str(script), str(path), str(heard)])
+    host = RanksHost(OPTIONS, ranks)
+    try:
+        with pytest.raises(LearnerError, match=r"(?s)torchrun.* ended with exit code 1.*exitcode: -9\) local_rank: 1"):
+            await host.open()
+    finally:
+        await host.close()
 
 
 def test_what_ranks_are_told_by_their_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
