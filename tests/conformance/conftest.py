@@ -30,7 +30,7 @@ MARKS: Mapping[Kind, Sequence[pytest.MarkDecorator]] = {
     "sglang": (pytest.mark.sglang, pytest.mark.timeout(400)),
 }
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-PACE_S = 0.001
+PACE_S = 0.004
 _PREFIX = "tests/conformance/"
 
 
