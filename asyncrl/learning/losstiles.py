@@ -21,7 +21,7 @@ Tile = tuple[int, int]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(N, K) inputs and (V, K) weights: the logits are the sum of their products."""
 
-CPU_TILE: Tile = (512, 2048)
+CPU_TILE: Tile = (1024, 1024)
 """4 MiB of float32: the caches of a CPU hold it, and its matrix products run at full speed."""
 CUDA_TILE: Tile = (2048, 16384)
 """128 MiB of float32: enough work for all of a GPU."""

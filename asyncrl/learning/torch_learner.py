@@ -43,7 +43,7 @@ class TorchLearner:
     ``threads``: threads of torch on the CPU; None leaves torch's choice, which is too many if a sampler shares the
     machine.
     ``micro_batch_tokens``: tokens of one forward pass, those that sequences share counted once; bounds memory, does not
-    change the gradient. None: 768 on a CPU, which larger passes do not make faster, and 4096 elsewhere.
+    change the gradient. None: 512 on a CPU, which larger passes do not make faster, and 4096 elsewhere.
     ``sharing``: "auto" computes once what sequences begin with in common, if a test at the start finds the model's
     numbers unchanged; "off" computes each sequence by itself.
     ``gradient_checkpointing``: compute activations twice to hold fewer.

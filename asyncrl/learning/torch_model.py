@@ -30,7 +30,7 @@ from asyncrl.types import FloatArray, IntArray
 
 __all__ = ["TorchModel"]
 
-_USUAL_TOKENS = {"cpu": 768}
+_USUAL_TOKENS = {"cpu": 512}
 """On a CPU the time of a step hardly depends on how large its passes are, from 500 tokens up, but the memory does."""
 _USUAL_TOKENS_ELSE = 4096
 
