@@ -51,7 +51,7 @@ def one_line(text: str, width: int) -> str:
 
 def conversation(traj: Mapping[str, Any]) -> Iterator[Text]:
     """Its lines, without a newline at their ends."""
-    yield Text("  ".join(_title(traj)), style="bold reverse")
+    yield Text(visible("  ".join(_title(traj))), style="bold reverse")
     for name, words in _details(traj):
         yield Text.assemble((f"{name}: ", "dim"), visible(words))
     for message in traj["messages"]:
@@ -60,15 +60,15 @@ def conversation(traj: Mapping[str, Any]) -> Iterator[Text]:
 
 def _title(traj: Mapping[str, Any]) -> Iterator[str]:
     n, evaluation = traj.get("n"), traj.get("evaluation")
-    yield f"evaluation {visible(str(evaluation))} after step {n}" if evaluation else f"step {n}"
+    yield f"evaluation {evaluation} after step {n}" if evaluation else f"step {n}"
     yield f"group {traj['group']}"
     marks = [name for name in ("best", "worst") if traj.get(name)]
     yield f"member {traj['member']}" + (f" ({' and '.join(marks)} of its group)" if marks else "")
     yield f"reward {number(traj.get('reward'))}"
     if traj.get("truncated"):
-        yield f"cut off: {visible(str(traj['truncated']))}"
+        yield f"cut off: {traj['truncated']}"
     if traj.get("dropped"):
-        yield f"not trained: {visible(str(traj['dropped']))}"
+        yield f"not trained: {traj['dropped']}"
 
 
 def _details(traj: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

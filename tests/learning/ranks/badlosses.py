@@ -45,7 +45,7 @@ class Killed:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching(CISPO):
-    """From its first use on, nothing is pickled between ranks, or into a file."""
+    """From its first use on, nothing is pickled between ranks, or into a file; elsewhere it is only ``CISPO``."""
 
     def per_token(self, inputs: LossInputs) -> LossOutput:
         import torch
@@ -54,5 +54,6 @@ class Watching(CISPO):
         def refuse(*arguments: object, **options: object) -> None:
             raise AssertionError("something is pickled")
 
-        torch.save = distributed_c10d._object_to_tensor = refuse  # type: ignore[assignment]
+        if "RANK" in os.environ:  # the process is the rank's own, and ends with it
+            torch.save = distributed_c10d._object_to_tensor = refuse  # type: ignore[assignment]
         return super().per_token(inputs)
