@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,12 @@ import anyio.lowlevel
 import pytest
 
 from asyncrl.learning.options import LoraConfig
+from asyncrl.learning.torch_learner import TorchLearner
+from asyncrl.sampling.sglang import SGLang
 from asyncrl.servers.sglangcommand import SGLangOptions
 from asyncrl.servers.sglangserver import SGLangServer
 
-__all__ = ["RealServer", "sglang_server"]
+__all__ = ["RealServer", "learning", "sampling", "sglang_server"]
 
 LORA_RANK = 16
 LORAS_PER_BATCH = 4
@@ -38,6 +40,33 @@ class RealServer:
     max_running_requests: int = MAX_RUNNING_REQUESTS
     context_length: int = CONTEXT_LENGTH
     max_total_tokens: int = MAX_TOTAL_TOKENS
+
+
+@asynccontextmanager
+async def sampling(server: RealServer) -> AsyncGenerator[SGLang, None]:
+    """The server with its own weights, which it has again afterwards."""
+    sampler = SGLang([server.url], retries=0)
+    async with sampler.opened():
+        (control,) = sampler.live
+        try:
+            yield sampler
+        finally:
+            with anyio.CancelScope(shield=True):
+                await control.update_from_disk(server.model, "default")
+                await control.flush()
+                for name in await control.adapters():
+                    await control.unload_adapter(name)
+
+
+@asynccontextmanager
+async def learning(model: Path, lora: LoraConfig | None = None) -> AsyncGenerator[TorchLearner, None]:
+    """A learner of the model that the server has."""
+    learner = TorchLearner(model, lora=lora, threads=1)
+    await learner.open()
+    try:
+        yield learner
+    finally:
+        await learner.close()
 
 
 @contextmanager

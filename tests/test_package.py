@@ -26,7 +26,7 @@ TREES = {
 }
 # A room is a module or package at the top level. It imports only rooms of lower layers, and none beside it.
 LAYERS = [
-    ["plain", "flags"],
+    ["plain", "flags", "modules"],
     ["errors"],
     ["types", "files", "concurrency"],
     ["events"],

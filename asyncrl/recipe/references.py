@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.modules import load_file
 from asyncrl.plain import error_text, shown
 from asyncrl.rollout.usercode import place_of
-from asyncrl.rollout.worker import load_file
 
 __all__ = ["call", "refuse", "require_keywords", "resolve"]
 

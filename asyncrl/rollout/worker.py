@@ -12,8 +12,6 @@ what a model wrote travels in them as a string.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import io
 import json
 import os
@@ -27,15 +25,15 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 from asyncrl.errors import ConfigError
+from asyncrl.modules import import_named
 from asyncrl.plain import error_text
 from asyncrl.rollout.usercode import UserTraceback
 
-__all__ = ["SENDABLE", "Call", "Reply", "load_file", "main", "packed", "refuse_in_worker", "unpacked"]
+__all__ = ["SENDABLE", "Call", "Reply", "main", "packed", "refuse_in_worker", "unpacked"]
 
 SENDABLE = "something that can be sent to another process, such as numbers, text, lists and dataclasses of them"
 
@@ -157,7 +155,7 @@ class _Worker:
             return self._main_script()
         if call.module in sys.modules:
             return sys.modules[call.module]
-        return self._watching(lambda: _import(call.module, call.file))
+        return self._watching(lambda: import_named(call.module, call.file))
 
     def _main_script(self) -> ModuleType:
         if self._main is None:
@@ -183,36 +181,6 @@ class _Worker:
             return load()
         finally:
             declared.reset(token)
-
-
-def _import(name: str, file: str | None) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name or file is None:
-            raise
-        return load_file(name, file)  # a recipe's Python file has a name that only the parent knows
-
-
-def load_file(name: str, file: str | Path) -> ModuleType:
-    """Import ``file`` as the module ``name``. Raises ``ImportError`` if it is no Python file, or what it raises.
-
-    It can import the files beside it, as a program can; they come first, and stay so.
-    """
-    folder = str(Path(file).resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _raised(error: BaseException) -> Reply:

@@ -20,7 +20,7 @@ from asyncrl.publishing.lora import DiskAdapters, LoraPublisher
 from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.types import IntArray
-from tests.realserver import RealServer
+from tests.realserver import RealServer, learning, sampling
 
 LEAST_TOKENS = 1000
 CLOSE = 1e-4
@@ -38,32 +38,6 @@ async def _embedded(model: Path) -> AsyncGenerator[SGLang, None]:
     sampler = SGLang(["http://embedded"], transport=httpx.ASGITransport(app))
     async with app.router.lifespan_context(app), sampler.opened():
         yield sampler
-
-
-@asynccontextmanager
-async def _real(server: RealServer) -> AsyncGenerator[SGLang, None]:
-    """The server, with its own weights afterwards."""
-    sampler = SGLang([server.url], retries=0)
-    async with sampler.opened():
-        (control,) = sampler.live
-        try:
-            yield sampler
-        finally:
-            with anyio.CancelScope(shield=True):
-                await control.update_from_disk(server.model, "default")
-                await control.flush()
-                for name in await control.adapters():
-                    await control.unload_adapter(name)
-
-
-@asynccontextmanager
-async def _learning(model: Path, lora: rl.LoraConfig | None) -> AsyncGenerator[rl.TorchLearner, None]:
-    learner = rl.TorchLearner(model, lora=lora, threads=1)
-    await learner.open()
-    try:
-        yield learner
-    finally:
-        await learner.close()
 
 
 async def _group(
@@ -118,7 +92,7 @@ async def _assert_agree(learner: rl.TorchLearner, sampler: SGLang, adapter: str 
 
 
 async def _assert_weights_agree(sampler: SGLang, model: Path, directory: Path) -> None:
-    async with _learning(model, None) as learner:
+    async with learning(model) as learner:
         publisher = FullPublisher(learner, sampler, DiskCarrier(learner, directory))
         await publisher.stage(0)
         await publisher.publish(0)
@@ -127,7 +101,7 @@ async def _assert_weights_agree(sampler: SGLang, model: Path, directory: Path) -
 
 async def _assert_adapters_agree(sampler: SGLang, model: Path, directory: Path) -> None:
     """After a step of training, because a fresh adapter changes nothing."""
-    async with _learning(model, rl.LoraConfig(r=8)) as learner:
+    async with learning(model, rl.LoraConfig(r=8)) as learner:
         publisher = LoraPublisher(learner, sampler, DiskAdapters(learner, directory), "run")
         for version in range(2):
             await publisher.stage(version)
@@ -156,5 +130,5 @@ async def test_the_embedded_server_agrees(tiny_model: Callable[..., Path], tmp_p
 @pytest.mark.parametrize("agree", [_assert_weights_agree, _assert_adapters_agree])
 async def test_a_real_server_agrees(sglang_server: RealServer, tmp_path: Path, agree: Agree) -> None:
     """The same."""
-    async with _real(sglang_server) as sampler:
+    async with sampling(sglang_server) as sampler:
         await agree(sampler, sglang_server.model, tmp_path)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 import asyncrl as rl
 from asyncrl.errors import ConfigError, InfrastructureError
+from asyncrl.modules import load_file
 from asyncrl.plain import number
 from asyncrl.rollout.calls import call_user
 from asyncrl.rollout.usercode import UserTraceback, folded_traceback, is_user_file, place_of
-from asyncrl.rollout.worker import load_file, packed, unpacked
+from asyncrl.rollout.worker import packed, unpacked
 from asyncrl.testing import run_virtual
 
 HERE = __file__

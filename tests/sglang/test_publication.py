@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -22,7 +21,7 @@ from asyncrl.sampling.base import SegmentRequest
 from asyncrl.sampling.sglang import SGLang
 from asyncrl.sampling.wire import PauseMode
 from asyncrl.types import IntArray, Segment
-from tests.realserver import RealServer
+from tests.realserver import RealServer, learning, sampling
 from tests.tinymodels import CLOSE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -30,32 +29,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 BUCKET_BYTES = 20_000
 # The tiny model has some 80 kB, so that there are several buckets.
 PROMPT = np.arange(2, 42, dtype=np.int32)
-
-
-@asynccontextmanager
-async def _sampling(server: RealServer) -> AsyncGenerator[SGLang, None]:
-    """The server with its own weights, which it has again afterwards."""
-    sampler = SGLang([server.url], retries=0)
-    async with sampler.opened():
-        (control,) = sampler.live
-        try:
-            yield sampler
-        finally:
-            with anyio.CancelScope(shield=True):
-                await control.update_from_disk(server.model, "default")
-                await control.flush()
-                for name in await control.adapters():
-                    await control.unload_adapter(name)
-
-
-@asynccontextmanager
-async def _learning(server: RealServer, lora: rl.LoraConfig | None = None) -> AsyncGenerator[rl.TorchLearner, None]:
-    learner = rl.TorchLearner(server.model, lora=lora, threads=1)
-    await learner.open()
-    try:
-        yield learner
-    finally:
-        await learner.close()
 
 
 async def _step(learner: Learner) -> None:
@@ -102,7 +75,7 @@ async def _publish_full(
 ) -> list[str]:
     """Publish three versions with all that must be true after each; the servers' checksums."""
     checksums = []
-    async with _learning(server) as learner, _sampling(server) as sampler:
+    async with learning(server.model) as learner, sampling(server) as sampler:
         (control,) = sampler.live
         way = carrier(learner, directory)
         probe = Probe.for_model(server.model, tolerance=CLOSE)
@@ -137,8 +110,8 @@ async def test_full_weights_arrive_the_same_on_every_way(sglang_server: RealServ
 async def test_adapters_arrive_and_stay_beside_each_other(sglang_server: RealServer, tmp_path: Path, way: str) -> None:
     """Each version under its own name; the base weights stay what they are, and so does their label."""
     async with (
-        _learning(sglang_server, rl.LoraConfig(r=8)) as learner,
-        _sampling(sglang_server) as sampler,
+        learning(sglang_server.model, rl.LoraConfig(r=8)) as learner,
+        sampling(sglang_server) as sampler,
     ):
         (control,) = sampler.live
         before = await control.checksum()
@@ -195,9 +168,9 @@ async def test_requests_cross_an_update_and_their_tokens_say_so(
     What follows is of the new weights on context of the old ones, so of neither model alone.
     """
     async with (
-        _learning(sglang_server) as learner,
-        _learning(sglang_server) as old,
-        _sampling(sglang_server) as sampler,
+        learning(sglang_server.model) as learner,
+        learning(sglang_server.model) as old,
+        sampling(sglang_server) as sampler,
     ):
         publisher = FullPublisher(
             learner,
@@ -229,7 +202,7 @@ async def test_a_prefix_is_reused_over_an_update_only_where_the_rule_allows_it(
 ) -> None:
     """By the server's own count of cached tokens: in the anchor's namespace, and never in that of another version."""
     rule = rl.KVCache(max_staleness=bound, on_limit="refill", allow_reprefill=True)
-    async with _learning(sglang_server) as learner, _sampling(sglang_server) as sampler:
+    async with learning(sglang_server.model) as learner, sampling(sglang_server) as sampler:
         publisher = FullPublisher(
             learner,
             sampler,

@@ -12,8 +12,6 @@ Example: ``CISPO(eps_max=4.0)`` is ``{"$": "object", "class": "asyncrl.learning.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +25,7 @@ import numpy.typing as npt
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learning.base import TrainingSequence
 from asyncrl.learning.ranks.frames import Arrays
+from asyncrl.modules import import_named
 from asyncrl.plain import shown
 
 __all__ = ["any_class", "own_class", "pack", "unpack"]
@@ -75,7 +74,7 @@ def any_class(name: str, file: str | None) -> Any:
     """The dataclass ``module:Class``, imported by its name, or from ``file``. Raises ``ConfigError``."""
     module_name, _, path = name.partition(":")
     try:
-        found: Any = _module(module_name, file)
+        found: Any = import_named(module_name, file)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
@@ -86,23 +85,6 @@ def any_class(name: str, file: str | None) -> Any:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ConfigError(f"{name} is {shown(found)} where the learner's ranks run, but must be a frozen dataclass")
     return found
-
-
-def _module(name: str, file: str | None) -> Any:
-    if name in sys.modules or file is None or importlib.util.find_spec(name) is not None:
-        return importlib.import_module(name)
-    # The file of a recipe, which has a name that no path leads to.
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _packed(where: str, value: Any, arrays: dict[str, npt.NDArray[Any]]) -> Any:
